@@ -1,0 +1,113 @@
+"""Provider `interpreter`: the same kernels on CPU, through Triton's interpreter with its casts corrected.
+
+Whether a Triton function is interpreted is decided when it is decorated, helper functions included. So the kernel
+modules are imported a second time with interpretation on, beside the compiled ones and out of sys.modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsafuse.dispatch import OpConfig
+from dsafuse.kernels import launch
+from dsafuse.registry import Arguments
+from dsafuse.target import Target
+
+_MODULES = ("tiles", "roles", "grids")
+
+
+def why_not(config: OpConfig, target: Target) -> str | None:
+    """Why interpreted kernels would not serve this configuration on this target; None if they would."""
+    if target.gpu:
+        return f"kernels are interpreted on CPU, and the target is {target.arch}"
+    return launch.why_no_format(config, target)
+
+
+def why_not_here() -> str | None:
+    """Why nothing can be interpreted on this machine."""
+    return launch.why_not_here()
+
+
+def run(op: str, arguments: Arguments, config: OpConfig) -> None:
+    """Interpret the op's kernel, program after program."""
+    with corrected_casts(), np.errstate(all="ignore"):
+        launch.launch(op, arguments, config, interpreted_kernels())
+
+
+@lru_cache(maxsize=None)
+def interpreted_kernels() -> ModuleType:
+    """`dsafuse.kernels.grids`, imported with interpretation on."""
+    import triton
+
+    package = sys.modules["dsafuse.kernels"]
+    names = [f"dsafuse.kernels.{name}" for name in _MODULES]
+    compiled = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    try:
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            return importlib.import_module("dsafuse.kernels.grids")
+    finally:
+        for name, short in zip(names, _MODULES):
+            sys.modules.pop(name, None)
+            package.__dict__.pop(short, None)
+            if name in compiled:
+                sys.modules[name] = compiled[name]
+                setattr(package, short, compiled[name])
+
+
+@contextmanager
+def corrected_casts() -> Iterator[None]:
+    """Replace the interpreter's float conversion by torch's for the length of a block.
+
+    Triton 3.6 to 3.9 truncate fp32 -> bf16, and lose the carry into the exponent of fp32 -> fp8: 7.95 becomes 4.0.
+    tests/kernels/test_interpreter.py tells when this is no longer needed.
+    """
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+    interpreter._convert_float = _convert_float
+    try:
+        yield
+    finally:
+        interpreter._convert_float = original
+
+
+@lru_cache(maxsize=None)
+def _torch_dtypes() -> dict[Any, torch.dtype]:
+    import triton.language as tl
+
+    return {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float64: torch.float64,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e4b8: torch.float8_e4m3fnuz,
+    }
+
+
+def _convert_float(data: Any, source: Any, target: Any, _rounding_mode: Any) -> Any:
+    """Nearest-even conversion of a numpy array; bits in, bits out, NaN in the format's canonical code."""
+    kinds = _torch_dtypes()
+    bits = torch.from_numpy(np.ascontiguousarray(data))
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    values = bits.view(integer[bits.element_size()]).view(kinds[source])
+    wanted = kinds[target]
+    if wanted.itemsize == 1:
+        from dsafuse.numerics import FP8_FORMATS
+
+        converted = values.float().to(wanted).view(torch.uint8)
+        converted = converted.masked_fill(values.isnan(), FP8_FORMATS[wanted].nan_byte)
+    else:
+        converted = values.to(wanted).view(integer[wanted.itemsize])
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    return converted.numpy().view(unsigned[wanted.itemsize]).reshape(data.shape)

@@ -1,0 +1,296 @@
+"""The roles on the device: what one program prepares. Each is the twin of the oracle of its name in ops.roles.
+
+Addresses are 64-bit. ALIGN is 16 where every row of every input and query output starts at a multiple of 16
+bytes, else 1; caches carry an alignment of their own, since block_size 1 puts an indexer row at 132 bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from dsafuse import layouts, numerics
+from dsafuse.kernels.tiles import (
+    group_scale,
+    load_angles,
+    load_pairs,
+    load_row_tile,
+    load_slot,
+    power_of_two_at_least,
+    quantise_rows,
+    reciprocal,
+    rotate,
+    round_pairs,
+    row_max,
+    row_sum,
+    store_pairs,
+    store_row_tile,
+    to_fp8,
+)
+
+LATENT = tl.constexpr(layouts.LATENT_DIM)
+LATENT_TILE = tl.constexpr(layouts.LATENT_TILE)
+ROPE = tl.constexpr(layouts.ROPE_DIM)
+INDEX = tl.constexpr(layouts.INDEX_DIM)
+DS_SCALE_BYTES = tl.constexpr(layouts.FP8_DS_MLA.offset_bytes("scale"))
+DS_ROPE_BYTES = tl.constexpr(layouts.FP8_DS_MLA.offset_bytes("rope"))
+FLAT_SCALE_BYTES = tl.constexpr(layouts.FLAT.offset_bytes("scale"))
+INDEX_Q_FLOOR = tl.constexpr(numerics.INDEX_Q_FLOOR)
+INDEX_K_FLOOR = tl.constexpr(numerics.INDEX_K_FLOOR)
+DS_MLA_FLOOR = tl.constexpr(numerics.DS_MLA_FLOOR)
+
+
+@triton.jit
+def latent_q(
+    token,
+    head_block,
+    q_nope_ptr,
+    q_nope_stride_token,
+    q_nope_stride_head,
+    q_pe_ptr,
+    q_pe_stride_token,
+    q_pe_stride_head,
+    positions_ptr,
+    table_ptr,
+    table_stride,
+    max_position,
+    q_out_ptr,
+    q_out_stride_token,
+    q_out_stride_head,
+    q_scale_ptr,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    NEOX: tl.constexpr,
+    QUERY_FP8: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROUND: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """BLOCK_HEADS heads of one token: concat(q_nope, rotate(q_pe)), optionally over q_scale."""
+    head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)  # [BLOCK_HEADS, 1]
+    mask = None if HEADS % BLOCK_HEADS == 0 else head < HEADS
+    column = tl.arange(0, LATENT)[None, :]
+    nope_rows = token * q_nope_stride_token + head * q_nope_stride_head
+    pe_rows = token * q_pe_stride_token + head * q_pe_stride_head
+    out_rows = token * q_out_stride_token + head * q_out_stride_head
+    nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
+    x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+    if QUERY_FP8:
+        inverse = reciprocal(tl.load(q_scale_ptr))
+        x1, x2 = round_pairs(x1, x2, nope.dtype, ROUND)
+        nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX)
+        x1, x2 = to_fp8(x1 * inverse, FP8, FP8_MAX), to_fp8(x2 * inverse, FP8, FP8_MAX)
+    else:
+        x1, x2 = x1.to(nope.dtype), x2.to(nope.dtype)
+    store_row_tile(q_out_ptr, out_rows + column, nope, mask, ALIGN)
+    store_pairs(q_out_ptr, out_rows + LATENT, x1, x2, mask, NEOX, ALIGN)
+
+
+@triton.jit
+def latent_kv(
+    token,
+    kv_c_ptr,
+    kv_c_stride,
+    k_pe_ptr,
+    k_pe_stride,
+    positions_ptr,
+    table_ptr,
+    table_stride,
+    max_position,
+    cache_ptr,
+    cache_stride_block,
+    cache_stride_row,
+    slots_ptr,
+    slot_count,
+    capacity,
+    k_scale_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    NEOX: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROUND: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+):
+    """One row of the MLA cache: concat(kv_c, rotate(k_pe)) as LAYOUT stores it."""
+    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    one = tl.arange(0, 1)[:, None]  # a row tile with one row
+    pe_rows = token * k_pe_stride + one
+    x1, x2 = load_pairs(k_pe_ptr, pe_rows, None, NEOX, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    if LAYOUT == "fp8_ds_mla":
+        tile = tl.arange(0, LATENT // LATENT_TILE)[:, None]  # [4, 1]
+        column = tile * LATENT_TILE + tl.arange(0, LATENT_TILE)[None, :]
+    else:
+        column = one + tl.arange(0, LATENT)[None, :]
+    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + column, None, ALIGN)
+    dtype = latent.dtype
+    if live:
+        x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+        row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
+        if LAYOUT == "plain":
+            store_row_tile(cache_ptr, row + column, latent, None, CACHE_ALIGN)
+            store_pairs(cache_ptr, row + LATENT + one, x1.to(dtype), x2.to(dtype), None, NEOX, CACHE_ALIGN)
+        else:
+            x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+            latent = latent.to(tl.float32)
+            bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
+            if LAYOUT == "fp8":
+                inverse = reciprocal(tl.load(k_scale_ptr))
+                latent *= inverse
+                x1 = to_fp8(x1 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+                x2 = to_fp8(x2 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+                store_pairs(bytes_ptr, row + LATENT + one, x1, x2, None, NEOX, CACHE_ALIGN)
+            else:
+                scale = tl.maximum(group_scale(row_max(tl.abs(latent)), 0.0, FP8_MAX), DS_MLA_FLOOR)
+                scale, inverse = power_of_two_at_least(scale)
+                latent *= inverse[:, None]
+                scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
+                tl.store(scale_ptr + tl.arange(0, LATENT // LATENT_TILE), scale)
+                rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
+                store_pairs(rope_ptr, one, x1.to(tl.bfloat16), x2.to(tl.bfloat16), None, NEOX, CACHE_ALIGN)
+            codes = to_fp8(latent, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+            store_row_tile(bytes_ptr, row + column, codes, None, CACHE_ALIGN)
+
+
+@triton.jit
+def index_q(
+    token,
+    head_block,
+    q_ptr,
+    q_stride_token,
+    q_stride_head,
+    weights_ptr,
+    weights_stride,
+    positions_ptr,
+    table_ptr,
+    table_stride,
+    max_position,
+    q_out_ptr,
+    q_out_stride_token,
+    q_out_stride_head,
+    weights_out_ptr,
+    weights_out_stride,
+    weights_scale,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    NEOX: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROUND: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """BLOCK_HEADS indexer heads of one token: rotate, quantise per head, fold the scales into the weights."""
+    heads = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    head = heads[:, None]
+    mask = None if HEADS % BLOCK_HEADS == 0 else head < HEADS
+    vector_mask = None if HEADS % BLOCK_HEADS == 0 else heads < HEADS
+    q_rows = token * q_stride_token + head * q_stride_head
+    out_rows = token * q_out_stride_token + head * q_out_stride_head
+    x1, x2 = load_pairs(q_ptr, q_rows, mask, NEOX, ALIGN)
+    y1, y2 = load_pairs(q_ptr, q_rows + ROPE, mask, NEOX, ALIGN)
+    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=vector_mask).to(tl.float32)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    dtype = x1.dtype
+    x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+    x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+    x1, x2, y1, y2, scale = quantise_rows(
+        x1, x2, y1.to(tl.float32), y2.to(tl.float32), INDEX_Q_FLOOR, UE8M0, FP8, FP8_MAX
+    )
+    store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
+    store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)
+    folded = (weights * scale) * weights_scale
+    tl.store(weights_out_ptr + token * weights_out_stride + heads, folded, mask=vector_mask)
+
+
+@triton.jit
+def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
+    """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes."""
+    one = tl.arange(0, 1)[:, None]
+    wx1, wx2 = load_pairs(weight_ptr, one, None, NEOX, 1)
+    wy1, wy2 = load_pairs(weight_ptr, one + ROPE, None, NEOX, 1)
+    bx1, bx2 = load_pairs(bias_ptr, one, None, NEOX, 1)
+    by1, by2 = load_pairs(bias_ptr, one + ROPE, None, NEOX, 1)
+    mean = row_sum((x1 + x2) + (y1 + y2))[:, None] * (1.0 / INDEX)
+    x1, x2, y1, y2 = x1 - mean, x2 - mean, y1 - mean, y2 - mean
+    variance = row_sum((x1 * x1 + x2 * x2) + (y1 * y1 + y2 * y2))[:, None] * (1.0 / INDEX)
+    r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    return (
+        x1 * r * wx1.to(tl.float32) + bx1.to(tl.float32),
+        x2 * r * wx2.to(tl.float32) + bx2.to(tl.float32),
+        y1 * r * wy1.to(tl.float32) + by1.to(tl.float32),
+        y2 * r * wy2.to(tl.float32) + by2.to(tl.float32),
+    )
+
+
+@triton.jit
+def index_k(
+    token,
+    k_ptr,
+    k_stride,
+    norm_weight_ptr,
+    norm_bias_ptr,
+    eps,
+    positions_ptr,
+    table_ptr,
+    table_stride,
+    max_position,
+    cache_ptr,
+    cache_stride_block,
+    slots_ptr,
+    slot_count,
+    capacity,
+    BLOCK_SIZE: tl.constexpr,
+    NEOX: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROUND: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+):
+    """One row of the indexer cache: layer norm, rotate, quantise."""
+    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    one = tl.arange(0, 1)[:, None]
+    rows = token * k_stride + one
+    x1, x2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
+    y1, y2 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    dtype = x1.dtype
+    if live:
+        x1, x2, y1, y2 = layer_norm(
+            x1.to(tl.float32),
+            x2.to(tl.float32),
+            y1.to(tl.float32),
+            y2.to(tl.float32),
+            norm_weight_ptr,
+            norm_bias_ptr,
+            eps,
+            NEOX,
+        )
+        x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+        y1, y2 = round_pairs(y1, y2, dtype, ROUND)
+        x1, x2 = rotate(x1, x2, cos, sin)
+        x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+        x1, x2, y1, y2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX)
+        bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
+        block = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block
+        row = slot % BLOCK_SIZE
+        values = block + row * INDEX + one
+        store_pairs(
+            bytes_ptr, values, x1.to(tl.uint8, bitcast=True), x2.to(tl.uint8, bitcast=True), None, NEOX, CACHE_ALIGN
+        )
+        store_pairs(
+            bytes_ptr,
+            values + ROPE,
+            y1.to(tl.uint8, bitcast=True),
+            y2.to(tl.uint8, bitcast=True),
+            None,
+            NEOX,
+            CACHE_ALIGN,
+        )
+        scale_ptr = (bytes_ptr + block + BLOCK_SIZE * FLAT_SCALE_BYTES).to(tl.pointer_type(tl.float32))
+        tl.store(scale_ptr + row + tl.arange(0, 1), scale)

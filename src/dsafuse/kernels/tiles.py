@@ -1,0 +1,142 @@
+"""Device functions below the roles: pair tiles, casts, scales. Twins of `dsafuse.numerics`.
+
+A *pair tile* is a row of 64 values as two tiles [ROWS, 32] = (x1, x2), where RoPE rotates x1[i] with x2[i].
+Interleaved rows are read whole and split, neox rows as two halves: both keep a pair in one thread, so that
+rotation, maximum and store need no exchange between threads. Unrotated dims use the same tiles, so that all
+values of a row share one register layout.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.standard import _elementwise_max, _sum_combine
+
+from dsafuse import layouts, numerics
+
+HALF = tl.constexpr(layouts.ROPE_DIM // 2)
+ROPE = tl.constexpr(layouts.ROPE_DIM)
+FLT_MAX = tl.constexpr(numerics.FLT_MAX)
+
+
+# tl.sum and tl.max are jitted at Triton's own import, which the interpreter can't enter; tl.reduce is a builtin.
+@triton.jit
+def row_sum(x):
+    return tl.reduce(x, 1, _sum_combine)
+
+
+@triton.jit
+def row_max(x):
+    return tl.reduce(x, 1, _elementwise_max)
+
+
+@triton.jit
+def load_row_tile(base, offsets, mask, ALIGN: tl.constexpr):
+    """Load [ROWS, COLS] where every row starts at a multiple of ALIGN bytes."""
+    return tl.load(tl.multiple_of(base + offsets, (1, ALIGN)), mask=mask)
+
+
+@triton.jit
+def store_row_tile(base, offsets, value, mask, ALIGN: tl.constexpr):
+    """Store [ROWS, COLS] where every row starts at a multiple of ALIGN bytes."""
+    tl.store(tl.multiple_of(base + offsets, (1, ALIGN)), value, mask=mask)
+
+
+@triton.jit
+def load_pairs(base, row_offsets, mask, NEOX: tl.constexpr, ALIGN: tl.constexpr):
+    """The 64 values at base + row_offsets[ROWS, 1] as a pair tile, in their own dtype."""
+    if NEOX:
+        columns = row_offsets + tl.arange(0, HALF)[None, :]
+        return load_row_tile(base, columns, mask, ALIGN), load_row_tile(base, columns + HALF, mask, ALIGN)
+    x = load_row_tile(base, row_offsets + tl.arange(0, ROPE)[None, :], mask, ALIGN)
+    return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+
+
+@triton.jit
+def store_pairs(base, row_offsets, x1, x2, mask, NEOX: tl.constexpr, ALIGN: tl.constexpr):
+    """Inverse of load_pairs."""
+    if NEOX:
+        columns = row_offsets + tl.arange(0, HALF)[None, :]
+        store_row_tile(base, columns, x1, mask, ALIGN)
+        store_row_tile(base, columns + HALF, x2, mask, ALIGN)
+    else:
+        x = tl.reshape(tl.join(x1, x2), (x1.shape[0], ROPE))
+        store_row_tile(base, row_offsets + tl.arange(0, ROPE)[None, :], x, mask, ALIGN)
+
+
+@triton.jit
+def load_angles(table_ptr, table_stride, max_position, positions_ptr, token):
+    """cos and sin [1, 32] fp32 of a token; its position is clamped into the table."""
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
+    columns = position * table_stride + tl.arange(0, HALF)[None, :]
+    return tl.load(table_ptr + columns).to(tl.float32), tl.load(table_ptr + columns + HALF).to(tl.float32)
+
+
+@triton.jit
+def rotate(x1, x2, cos, sin):
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def round_pairs(x1, x2, DTYPE: tl.constexpr, ROUND: tl.constexpr):
+    """What a store in DTYPE and a load would make of fp32 values, where ROUND says so."""
+    if ROUND:
+        return x1.to(DTYPE).to(tl.float32), x2.to(DTYPE).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def reciprocal(scale):
+    """Correctly rounded 1 / scale; a zero scale stays finite, NaN stays NaN."""
+    return tl.clamp(tl.div_rn(1.0, scale), -FLT_MAX, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_fp8(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
+    """Clamped, nearest even. AMD's conversions do not saturate, and an overflow would become NaN."""
+    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(FP8)
+
+
+@triton.jit
+def power_of_two_at_least(s):
+    """The smallest power of two >= s, and its inverse: both from the exponent bits (s normal, > 0)."""
+    exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_scale(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
+    """max(amax, FLOOR) / FP8_MAX; FLT_MAX bounds an infinite amax."""
+    return tl.div_rn(tl.minimum(tl.maximum(amax, FLOOR), FLT_MAX), FP8_MAX)
+
+
+@triton.jit
+def quantise_rows(
+    x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr
+):
+    """Two pair tiles of the same rows to fp8, one scale a row [ROWS]. maximum() passes over NaN."""
+    largest = tl.maximum(tl.maximum(tl.abs(x1), tl.abs(x2)), tl.maximum(tl.abs(y1), tl.abs(y2)))
+    scale = group_scale(row_max(largest), FLOOR, FP8_MAX)
+    if UE8M0:
+        scale, inverse = power_of_two_at_least(scale)
+        factor = inverse[:, None]
+        x1, x2, y1, y2 = x1 * factor, x2 * factor, y1 * factor, y2 * factor
+    else:
+        divisor = scale[:, None]
+        x1, x2 = tl.div_rn(x1, divisor), tl.div_rn(x2, divisor)
+        y1, y2 = tl.div_rn(y1, divisor), tl.div_rn(y2, divisor)
+    return (
+        to_fp8(x1, FP8, FP8_MAX),
+        to_fp8(x2, FP8, FP8_MAX),
+        to_fp8(y1, FP8, FP8_MAX),
+        to_fp8(y2, FP8, FP8_MAX),
+        scale,
+    )
+
+
+@triton.jit
+def load_slot(slots_ptr, slot_count, token, capacity):
+    """(slot, live): live is False for a token without a slot, a negative slot, and one beyond the cache."""
+    slot = tl.load(slots_ptr + token, mask=token < slot_count, other=-1).to(tl.int64)
+    live = (slot >= 0) & (slot < capacity)
+    # A cache has fewer than 2**31 slots, and 32-bit division is several times cheaper than 64-bit.
+    return tl.where(live, slot, 0).to(tl.int32), live

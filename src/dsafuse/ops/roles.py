@@ -1,0 +1,174 @@
+"""The roles' oracles in torch: what each one prepares. Ops are sets of roles; kernels.roles has their twins.
+
+Arguments are those of the public ops, already resolved. Every oracle writes its outputs in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsafuse import numerics
+from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_TILE, MLA_LAYOUTS, ROPE_DIM, CacheLayout
+from dsafuse.numerics import FP8_FORMATS, Fp8Format, RopeStyle, Rounding, ScaleRule
+
+
+def check_addresses(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor, table: int) -> None:
+    """Raise IndexError for a slot beyond the cache, or a position beyond the table on a row that is written.
+
+    Only on CPU: on a GPU looking would synchronise, and the row is skipped or the position clamped.
+    """
+    if positions.device.type != "cpu":
+        return
+    capacity = kv_cache.shape[0] * kv_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= capacity:
+            raise IndexError(f"slot_mapping[{token}]: got {slot}, expected less than the capacity {capacity}")
+        position = int(positions[token])
+        if slot >= 0 and not 0 <= position < table:
+            raise IndexError(f"positions[{token}]: got {position}, expected a row of the table of {table}")
+
+
+def rope_rows(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[tokens, R] fp32 rows of the table; positions are clamped into it."""
+    return cos_sin_cache[positions.long().clamp(0, cos_sin_cache.shape[0] - 1)].float()
+
+
+def rotate_leading(
+    x: torch.Tensor, cos_sin_cache: torch.Tensor, positions: torch.Tensor, style: str, rounding: str
+) -> torch.Tensor:
+    """fp32 x with its leading rotary dims rotated, and rounded to x's dtype if `rounding` is split."""
+    head, tail = x[..., :ROPE_DIM].float(), x[..., ROPE_DIM:].float()
+    rotated = numerics.rotate(head, rope_rows(cos_sin_cache, positions), RopeStyle(style))
+    if rounding == Rounding.SPLIT:
+        rotated = numerics.round_to(rotated, x.dtype)
+    return torch.cat([rotated, tail], -1)
+
+
+def write_rows(
+    kv_cache: torch.Tensor, layout: CacheLayout, slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor], activation: torch.dtype
+) -> None:
+    """Put `rows[field]` [tokens, count] where slots say; a slot outside the cache, or none, writes nothing."""
+    blocks, block_size = kv_cache.shape[:2]
+    slots = slot_mapping.long()
+    live = (slots >= 0) & (slots < blocks * block_size)
+    where = slots[live]
+    for name, values in rows.items():
+        stored = values[: len(slots)][live].contiguous().view(torch.uint8)
+        field = layout.field_bytes(kv_cache, name, activation)
+        field[where // block_size, where % block_size] = stored
+
+
+def latent_kv(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    rope_style: str,
+    kv_layout: str,
+    k_scale: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    rounding: str,
+) -> None:
+    """kv_cache[slot] = quantise(concat(kv_c, rotate(k_pe)))."""
+    rotated = rotate_leading(k_pe.reshape(len(k_pe), ROPE_DIM), cos_sin_cache, positions, rope_style, rounding)
+    rows = store_latent(kv_c, rotated, kv_layout, k_scale, FP8_FORMATS[fp8_dtype])
+    write_rows(kv_cache, MLA_LAYOUTS[kv_layout], slot_mapping, rows, kv_c.dtype)
+
+
+def store_latent(
+    kv_c: torch.Tensor, rotated: torch.Tensor, kv_layout: str, k_scale: torch.Tensor | None, fmt: Fp8Format
+) -> dict[str, torch.Tensor]:
+    """The fields of an MLA cache row in their stored dtypes, from the latent and the fp32 rotated key."""
+    if kv_layout == "plain":
+        return {"latent": kv_c, "rope": rotated.to(kv_c.dtype)}
+    if kv_layout == "fp8":
+        assert k_scale is not None
+        inverse = numerics.reciprocal(k_scale.reshape(()))
+        return {
+            "latent": numerics.to_fp8(kv_c.float() * inverse, fmt),
+            "rope": numerics.to_fp8(rotated * inverse, fmt),
+        }
+    tiles = kv_c.float().unflatten(-1, (-1, LATENT_TILE))
+    scale = numerics.tile_scale(numerics.amax(tiles), fmt)
+    return {
+        "latent": numerics.to_fp8(tiles / scale, fmt).flatten(-2),
+        "scale": scale.flatten(-2),
+        "rope": rotated.to(torch.bfloat16),
+    }
+
+
+def latent_q(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_out: torch.Tensor,
+    *,
+    rope_style: str,
+    q_scale: torch.Tensor | None,
+    rounding: str,
+) -> None:
+    """q_out[:, :H] = quantise(concat(q_nope, rotate(q_pe)))."""
+    rotated = rotate_leading(q_pe, cos_sin_cache, positions, rope_style, rounding)
+    target = q_out[:, : q_nope.shape[1]]
+    if q_out.dtype not in FP8_FORMATS:
+        target.copy_(torch.cat([q_nope, rotated.to(q_nope.dtype)], -1))
+        return
+    assert q_scale is not None
+    scaled = torch.cat([q_nope.float(), rotated], -1) * numerics.reciprocal(q_scale.reshape(()))
+    target.view(torch.uint8).copy_(numerics.to_fp8(scaled, FP8_FORMATS[q_out.dtype]).view(torch.uint8))
+
+
+def index_k(
+    k: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    eps: float,
+    rope_style: str,
+    kv_layout: str,
+    scale_rule: str,
+    fp8_dtype: torch.dtype,
+    rounding: str,
+) -> None:
+    """kv_cache[slot] = quantise(rotate(layer_norm(k))), one scale a row."""
+    normed = numerics.layer_norm(k.float(), norm_weight, norm_bias, eps)
+    if rounding == Rounding.SPLIT:
+        normed = normed.to(k.dtype)
+    prepared = rotate_leading(normed, cos_sin_cache, positions, rope_style, rounding)
+    fmt = FP8_FORMATS[fp8_dtype]
+    scale = numerics.group_scale(numerics.amax(prepared), numerics.INDEX_K_FLOOR, fmt, ScaleRule(scale_rule))
+    rows = {"key": numerics.to_fp8(prepared / scale, fmt), "scale": scale}
+    write_rows(kv_cache, INDEXER_LAYOUTS[kv_layout], slot_mapping, rows, k.dtype)
+
+
+def index_q(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_out: torch.Tensor,
+    weights_out: torch.Tensor,
+    *,
+    weights_scale: float,
+    rope_style: str,
+    scale_rule: str,
+    rounding: str,
+) -> None:
+    """q_out = quantise(rotate(q)), one scale a head; weights_out = (weights * scale) * weights_scale."""
+    assert q.shape[-1] == INDEX_DIM
+    heads = q.shape[1]
+    prepared = rotate_leading(q, cos_sin_cache, positions, rope_style, rounding)
+    fmt = FP8_FORMATS[q_out.dtype]
+    scale = numerics.group_scale(numerics.amax(prepared), numerics.INDEX_Q_FLOOR, fmt, ScaleRule(scale_rule))
+    codes = numerics.to_fp8(prepared / scale, fmt)
+    q_out[:, :heads].view(torch.uint8).copy_(codes.view(torch.uint8))
+    factor = torch.tensor(weights_scale, dtype=torch.float32, device=weights.device)
+    weights_out[:, :heads] = (weights.float() * scale.squeeze(-1)) * factor

@@ -1,0 +1,202 @@
+"""An op: an oracle, its argument checks, its providers, and its face in `torch.ops.dsafuse`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+
+import torch
+
+from dsafuse import switches
+from dsafuse.dispatch import PROVIDERS, Decision, NoProviderError, OpConfig, choose
+from dsafuse.target import Target
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Arguments = dict[str, Any]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+_LIBRARY = torch.library.Library("dsafuse", "DEF")
+
+OPS: dict[str, Op[..., Any]] = {}
+"""Every op by name."""
+
+
+class Op(Generic[P, R]):
+    """A callable op. The decorated function's body is its oracle; calling the op runs the chosen provider.
+
+    Args:
+        oracle: the reference, with the public signature. It gets resolved arguments: outputs present, names valid.
+        resolve: checks the arguments, fills in outputs and defaults in place, and returns the static config.
+        outputs: shapes and dtypes of the outputs, from arguments that need not be checked yet.
+        mutates: arguments written in place besides the outputs.
+        derived: arguments that the out-form does not have, since its outputs tell them.
+        families: which of DSAFUSE_OPS it belongs to.
+    """
+
+    def __init__(
+        self,
+        oracle: Callable[P, R],
+        *,
+        resolve: Callable[[Arguments], OpConfig],
+        outputs: Callable[[Arguments], Shapes],
+        output_names: tuple[str, ...],
+        mutates: tuple[str, ...],
+        derived: tuple[str, ...],
+        families: frozenset[str],
+    ) -> None:
+        update_wrapper(self, oracle)
+        self.name = oracle.__name__
+        self.oracle = oracle
+        self.families = families
+        self.output_names = output_names
+        self.mutates = mutates
+        self._resolve = resolve
+        self._outputs = outputs
+        self._derived = derived
+        self._signature = inspect.signature(oracle)
+        parameters = self._signature.parameters.values()
+        self._names = tuple(p.name for p in parameters)
+        self._positional = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._runners: dict[tuple[OpConfig, torch.device, switches.Switches], Callable[..., None]] = {}
+        self._register()
+        OPS[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Check, choose a provider, run it, and return the outputs."""
+        arguments = self._bind(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._trace(arguments)
+        config = self._resolve(arguments)
+        device = arguments[self._names[0]].device
+        key = (config, device, switches.current())
+        run = self._runners.get(key)
+        if run is None:
+            run = self._runners[key] = self._choose_runner(config, device)
+        run(self.name, arguments, config)
+        return self._result(arguments)
+
+    def resolve(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Arguments, OpConfig]:
+        """The checked arguments, outputs allocated, and the static config that gates look at."""
+        arguments = self._bind(args, kwargs)
+        return arguments, self._resolve(arguments)
+
+    def choose(self, config: OpConfig, target: Target, *, here: bool = False) -> Decision:
+        """Who would run this op on `target`, and why. Raises nothing: the answer may be nobody."""
+        return choose(self.name, self.families, config, target, switches.current(), here=here)
+
+    def with_provider(self, name: str) -> Callable[P, R]:
+        """This op bound to one provider, or to its oracle under the name "oracle"; for proof and timing.
+
+        The returned function raises NoProviderError where that provider declines.
+        """
+        if name == "oracle":
+            return self._call_oracle
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            arguments, config = self.resolve(*args, **kwargs)
+            self.runner(name, config, arguments[self._names[0]].device)(self.name, arguments, config)
+            return self._result(arguments)
+
+        return call
+
+    def runner(self, provider: str, config: OpConfig, device: torch.device) -> Callable[..., None]:
+        """`run(op, arguments, config)` of a named provider. Raises NoProviderError if it declines."""
+        named = switches.Switches(provider=provider)
+        decision = choose(self.name, self.families, config, Target.of(device), named, here=True)
+        if decision.provider != provider:
+            raise NoProviderError(decision)
+        run: Callable[..., None] = PROVIDERS[provider].load().run
+        return run
+
+    def _call_oracle(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        arguments, _ = self.resolve(*args, **kwargs)
+        call: Callable[..., R] = self.oracle
+        return call(**arguments)
+
+    def _choose_runner(self, config: OpConfig, device: torch.device) -> Callable[..., None]:
+        decision = self.choose(config, Target.of(device), here=True)
+        if decision.provider is None:
+            raise NoProviderError(decision)
+        run: Callable[..., None] = PROVIDERS[decision.provider].load().run
+        return run
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # inspect.Signature.bind costs more than a launch; it is asked only to word the error.
+        arguments = {**self._defaults, **dict(zip(self._positional, args)), **kwargs}
+        if len(arguments) != len(self._names) or len(args) + len(kwargs) > len(self._names):
+            self._signature.bind(*args, **kwargs)
+        for name in self._positional[: len(args)]:
+            if name in kwargs:
+                self._signature.bind(*args, **kwargs)
+        if len(args) > len(self._positional):
+            self._signature.bind(*args, **kwargs)
+        return arguments
+
+    def _result(self, arguments: Arguments) -> R:
+        results = tuple(arguments[name] for name in self.output_names)
+        return results[0] if len(results) == 1 else results  # type: ignore[return-value]
+
+    def _trace(self, arguments: Arguments) -> R:
+        first = arguments[self._names[0]]
+        for name, (shape, dtype) in self._outputs(arguments).items():
+            if arguments[name] is None:
+                arguments[name] = first.new_empty(shape, dtype=dtype)
+        out = {name: value for name, value in arguments.items() if name not in self._derived}
+        getattr(torch.ops.dsafuse, self.name)(**out)
+        return self._result(arguments)
+
+    def _register(self) -> None:
+        """Define the out-form: outputs required, nothing returned, derived arguments gone."""
+        hints = get_type_hints(self.oracle)
+        parameters = [
+            p.replace(
+                annotation=torch.Tensor if p.name in self.output_names else hints[p.name],
+                default=p.empty if p.name in self.output_names else p.default,
+            )
+            for p in self._signature.parameters.values()
+            if p.name not in self._derived
+        ]
+
+        def out_form(*args: Any, **kwargs: Any) -> None:
+            call: Callable[..., R] = self
+            call(*args, **kwargs)
+
+        out_form.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        schema = torch.library.infer_schema(out_form, mutates_args=(*self.mutates, *self.output_names))
+        _LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(self.name, out_form, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dsafuse::{self.name}", _fake, lib=_LIBRARY)
+
+
+def _fake(*_args: Any, **_kwargs: Any) -> None:
+    """The out-form returns nothing, so that there is no shape to work out."""
+
+
+def fused_op(
+    *,
+    resolve: Callable[[Arguments], OpConfig],
+    outputs: Callable[[Arguments], Shapes],
+    output_names: tuple[str, ...],
+    families: frozenset[str],
+    mutates: tuple[str, ...] = ("kv_cache",),
+    derived: tuple[str, ...] = (),
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make an op of an oracle."""
+
+    def decorate(oracle: Callable[P, R]) -> Op[P, R]:
+        return Op(
+            oracle,
+            resolve=resolve,
+            outputs=outputs,
+            output_names=output_names,
+            mutates=mutates,
+            derived=derived,
+            families=families,
+        )
+
+    return decorate

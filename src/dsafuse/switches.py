@@ -1,0 +1,74 @@
+"""The environment variables: read once, in one place. They choose; they never change a result.
+
+| variable | values | meaning |
+|---|---|---|
+| DSAFUSE_MODE | auto (default), off, strict | strict raises the trace where auto would fall back; off never fuses |
+| DSAFUSE_OPS | mla,indexer (default: both) | which of the two fusions may be used |
+| DSAFUSE_PROVIDER | triton, interpreter, split | use this provider and no other |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+MODES = ("auto", "off", "strict")
+FAMILIES = ("mla", "indexer")
+PROVIDERS = ("triton", "interpreter", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """How fast paths are chosen in this process."""
+
+    mode: str = "auto"
+    ops: frozenset[str] = frozenset(FAMILIES)
+    provider: str | None = None
+
+    def __post_init__(self) -> None:
+        _expect("DSAFUSE_MODE", self.mode, MODES)
+        for name in sorted(self.ops):
+            _expect("DSAFUSE_OPS", name, FAMILIES)
+        if self.provider is not None:
+            _expect("DSAFUSE_PROVIDER", self.provider, PROVIDERS)
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] = os.environ) -> Switches:
+        """Parse the three variables. Raises ValueError that names the variable, its value and the choices."""
+        families = environment.get("DSAFUSE_OPS", ",".join(FAMILIES))
+        return Switches(
+            mode=environment.get("DSAFUSE_MODE") or "auto",
+            ops=frozenset(name.strip() for name in families.split(",") if name.strip()),
+            provider=environment.get("DSAFUSE_PROVIDER") or None,
+        )
+
+
+def _expect(variable: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{variable}: got {value!r}, expected one of {', '.join(choices)}")
+
+
+_current: Switches | None = None
+
+
+def current() -> Switches:
+    """The switches of this process, read from the environment at first use."""
+    global _current
+    if _current is None:
+        _current = Switches.from_environment()
+    return _current
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Switches]:
+    """Change switches for the length of a block, as `override(provider="interpreter")`."""
+    global _current
+    before = current()
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before

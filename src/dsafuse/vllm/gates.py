@@ -1,0 +1,230 @@
+"""Which layers the fused ops may take. Each gate is a function that says why not, in a sentence, or None.
+
+Everything that vLLM's own path does and the fused path does not re-state is a gate here. Attributes that a
+version may lack are read with the default that means "not there".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsafuse import switches
+
+# vLLM's words for a quantised MLA cache, and the layout that each means. 16- and 32-bit caches are "plain".
+MLA_LAYOUTS = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}
+_PLAIN_WORDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+SPLITTING_OPS = ("dsafuse::mla_prepare_and_attend", "dsafuse::indexer_prepare")
+
+Gate = Callable[[Any, Any], str | None]
+
+
+def fp8_dtype() -> torch.dtype:
+    """The fp8 format of this platform: e4m3fnuz on gfx942, else e4m3fn."""
+    from vllm.platforms import current_platform
+
+    dtype: torch.dtype = current_platform.fp8_dtype()
+    return dtype
+
+
+def device() -> torch.device:
+    from vllm.platforms import current_platform
+
+    return torch.device(current_platform.device_type)
+
+
+def rope_style(rotary: Any) -> str:
+    return "neox" if rotary.is_neox_style else "interleaved"
+
+
+def quantised_query(attention: Any) -> bool:
+    """Whether the attention backend wants its query in fp8, as vLLM's own path decides it."""
+    return MLA_LAYOUTS.get(attention.kv_cache_dtype) == "fp8" and bool(attention.impl.supports_quant_query_input)
+
+
+def why_not_mla(wrapper: Any, config: Any) -> list[str]:
+    """Every reason against fusing this layer's MLA preparation; none means it may be fused."""
+    if not wrapper.is_sparse:
+        return ["dense MLA: only layers with sparse attention are fused"]
+    return _ask((why_not_asked("mla"), *_EITHER, *_MLA), wrapper, config)
+
+
+def why_not_indexer(wrapper: Any, config: Any) -> list[str]:
+    """Every reason against fusing this layer's indexer preparation."""
+    if not wrapper.is_sparse:
+        return ["dense MLA: there is no indexer"]
+    if wrapper.indexer is None:
+        return ["this layer uses another layer's top-k and has no indexer"]
+    return _ask((why_not_asked("indexer"), *_EITHER, *_INDEXER), wrapper, config)
+
+
+def _ask(gates: tuple[Gate, ...], wrapper: Any, config: Any) -> list[str]:
+    return [reason for gate in gates if (reason := gate(wrapper, config)) is not None]
+
+
+def why_not_asked(op: str) -> Gate:
+    def gate(wrapper: Any, config: Any) -> str | None:
+        ops = switches.current().ops
+        return None if op in ops else f"DSAFUSE_OPS must contain {op}, got {','.join(sorted(ops))!r}"
+
+    return gate
+
+
+def why_not_query_path(wrapper: Any, config: Any) -> str | None:
+    if wrapper.q_lora_rank is None:
+        return "q_lora_rank must be set, got None"
+    if wrapper.fuse_qkv_rmsnorm:
+        return "fuse_qkv_rmsnorm must be off, got True (the two norms are one kernel of vLLM's)"
+    return None
+
+
+def why_not_llama_4_scaling(wrapper: Any, config: Any) -> str | None:
+    found = getattr(config.model_config.hf_text_config, "llama_4_scaling", None)
+    return None if found is None else f"llama_4_scaling must be absent, got {found}"
+
+
+def why_not_positions(wrapper: Any, config: Any) -> str | None:
+    if getattr(config.model_config, "uses_mrope", False):
+        return "positions must be one number a token, got a model with multimodal RoPE"
+    return None
+
+
+def why_not_parallel(wrapper: Any, config: Any) -> str | None:
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            return f"{name} must be 1, got {size}"
+    if wrapper.dcp_q_replicate or wrapper.mla_attn.dcp_manager is not None or wrapper.mla_attn.use_pcp:
+        return "context parallelism must be off, got a layer that is built for it"
+    return None
+
+
+def why_not_graph(wrapper: Any, config: Any) -> str | None:
+    """Both ops read the batch from vLLM's forward context: inside a piecewise CUDA graph that is frozen."""
+    compilation = config.compilation_config
+    mode = getattr(compilation, "cudagraph_mode", None)
+    if mode is None or not mode.requires_piecewise_compilation():
+        return None
+    splitting = compilation.splitting_ops or ()
+    missing = [op for op in SPLITTING_OPS if op not in splitting]
+    if missing:
+        return f"splitting_ops must contain {' and '.join(missing)} with piecewise CUDA graphs, got {list(splitting)}"
+    return None
+
+
+def _why_not_rotary(name: str, rotary: Any, dims: int) -> str | None:
+    """The ops rotate by a table; only modules that do no more than that may be replaced by it."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+
+    if rotary is None:
+        return f"{name} must be present, got None"
+    plain = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
+    if getattr(type(rotary), "forward_native", None) not in plain:
+        return f"{name} must rotate by table lookup alone, got {type(rotary).__name__}"
+    if rotary.rotary_dim != dims:
+        return f"{name} must rotate {dims} dims, got {rotary.rotary_dim}"
+    return None
+
+
+def why_not_mla_rotary(wrapper: Any, config: Any) -> str | None:
+    return _why_not_rotary("rotary_emb", wrapper.rotary_emb, wrapper.qk_rope_head_dim)
+
+
+def why_not_indexer_rotary(wrapper: Any, config: Any) -> str | None:
+    return _why_not_rotary("indexer_rotary_emb", wrapper.indexer_rope_emb, wrapper.qk_rope_head_dim)
+
+
+def why_not_mla_sizes(wrapper: Any, config: Any) -> str | None:
+    if (wrapper.kv_lora_rank, wrapper.qk_rope_head_dim) != (512, 64):
+        return (
+            "kv_lora_rank and qk_rope_head_dim must be 512 and 64, got "
+            f"{wrapper.kv_lora_rank} and {wrapper.qk_rope_head_dim}"
+        )
+    return None
+
+
+def why_not_kv_cache_dtype(wrapper: Any, config: Any) -> str | None:
+    word = wrapper.mla_attn.kv_cache_dtype
+    activation = config.model_config.dtype
+    if word == "auto" or word in MLA_LAYOUTS or _PLAIN_WORDS.get(word) == activation:
+        return None
+    return f"kv_cache_dtype must be auto, {activation}, fp8, fp8_e4m3 or fp8_ds_mla, got {word}"
+
+
+def why_not_absorb(wrapper: Any, config: Any) -> str | None:
+    """The absorbed query must come from vLLM's plain bmm, which the fused path re-states."""
+    attention = wrapper.mla_attn
+    for name in ("is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"):
+        if getattr(attention, name, False):
+            return f"{name} must be off, got True (another bmm makes the query)"
+    padded = getattr(attention, "q_pad_num_heads", None)
+    return None if padded is None else f"q_pad_num_heads must be None, got {padded}"
+
+
+def why_not_attention(wrapper: Any, config: Any) -> str | None:
+    attention = wrapper.mla_attn
+    if attention.use_direct_call:
+        return "attention must be an opaque op on this platform, got a direct call"
+    if getattr(attention, "hisparse_cache", None) is not None:
+        return "hisparse must be off, got a layer with a hisparse cache"
+    forced = getattr(config.attention_config, "sparse_mla_force_mqa", False)
+    if attention.prefill_backend is not None and not forced:
+        return (
+            "attention must always take the top-k path, got a dense-MHA path for short prefills "
+            f"({type(attention.prefill_backend).__name__}; attention_config.sparse_mla_force_mqa turns it off)"
+        )
+    return None
+
+
+def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    found = type(wrapper.indexer)
+    if found is not Indexer:
+        return f"the indexer must be {Indexer.__module__}.Indexer, got {found.__module__}.{found.__qualname__}"
+    return None
+
+
+def why_not_indexer_sizes(wrapper: Any, config: Any) -> str | None:
+    indexer = wrapper.indexer
+    sizes = (indexer.head_dim, indexer.rope_dim, indexer.quant_block_size)
+    if sizes != (128, 64, 128):
+        return f"head_dim, rope_dim and quant_block_size must be 128, 64 and 128, got {', '.join(map(str, sizes))}"
+    if indexer.scale_fmt not in ("ue8m0", None):
+        return f"scale_fmt must be ue8m0 or None, got {indexer.scale_fmt}"
+    return None
+
+
+def why_not_indexer_cache(wrapper: Any, config: Any) -> str | None:
+    op = wrapper.indexer.indexer_op
+    if getattr(op, "use_fp4_cache", False):
+        return "the indexer cache must be fp8, got fp4"
+    if getattr(wrapper.indexer.k_cache, "uses_shuffled_layout", False):
+        return "the indexer cache must have layout flat, got the shuffled one of AMD's kernels"
+    ratio = getattr(op, "compress_ratio", 1)
+    return None if ratio == 1 else f"compress_ratio must be 1, got {ratio}"
+
+
+_EITHER: tuple[Gate, ...] = (
+    why_not_query_path,
+    why_not_llama_4_scaling,
+    why_not_positions,
+    why_not_parallel,
+    why_not_graph,
+)
+_MLA: tuple[Gate, ...] = (
+    why_not_mla_rotary,
+    why_not_mla_sizes,
+    why_not_kv_cache_dtype,
+    why_not_absorb,
+    why_not_attention,
+)
+_INDEXER: tuple[Gate, ...] = (
+    why_not_indexer_class,
+    why_not_indexer_sizes,
+    why_not_indexer_rotary,
+    why_not_indexer_cache,
+)

@@ -1,0 +1,199 @@
+"""What one layer does: decided once, when the layer is built, and looked up at every step.
+
+Three things must agree or the model is silently wrong: the wrapper leaves q_pe and k_pe unrotated, nobody but the
+fused op writes the cache, and the op does both. So all three read one frozen object, `LayerPlan`.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_and_cache, switches
+from dsafuse.dispatch import PROVIDERS, Decision
+from dsafuse.ops.indexer import IndexerConfig
+from dsafuse.ops.mla import MlaConfig
+from dsafuse.target import Target
+from dsafuse.vllm import gates, logger
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """One op on one layer.
+
+    reasons: why vLLM's own code runs instead; empty if the op is fused.
+    absent: there is no such work on this layer, which is no refusal.
+    """
+
+    op: str
+    fused: bool
+    provider: str | None = None
+    trace: str = ""
+    reasons: tuple[str, ...] = ()
+    absent: bool = False
+
+    def __str__(self) -> str:
+        if self.fused:
+            return f"{self.op}: fused, provider {self.provider}"
+        return f"{self.op}: vLLM's own code ({'; '.join(self.reasons)})"
+
+
+@dataclass(frozen=True)
+class MlaCall:
+    """The constants of a layer's fused MLA call."""
+
+    kv_layout: str
+    rope_style: str
+    query_dtype: torch.dtype
+    fp8_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class IndexerCall:
+    """The constants of a layer's fused indexer call."""
+
+    kv_layout: str
+    rope_style: str
+    scale_rule: str
+    eps: float
+    weights_scale: float
+    fp8_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Both ops of one layer."""
+
+    layer: str
+    kind: str
+    mla: OpPlan
+    indexer: OpPlan
+    mla_call: MlaCall | None = None
+    indexer_call: IndexerCall | None = None
+
+    @property
+    def fused(self) -> bool:
+        return self.mla.fused or self.indexer.fused
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "kind": self.kind,
+            "mla": asdict(self.mla),
+            "indexer": asdict(self.indexer),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.mla}; {self.indexer}"
+
+
+# Every plan of this process, by layer name; of several engines in one process, the latest.
+PLANS: dict[str, LayerPlan] = {}
+_SAID: set[str] = set()
+
+
+def build(wrapper: Any, config: Any) -> LayerPlan:
+    """Plan a layer from the wrapper around it and vLLM's config, keep it, and say it once per layer kind.
+
+    Raises RuntimeError with the trace if DSAFUSE_MODE=strict and a DSA layer is refused.
+    """
+    mla, mla_call = _plan_mla(wrapper, config)
+    indexer, indexer_call = _plan_indexer(wrapper, config)
+    plan = LayerPlan(wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call)
+    PLANS[plan.layer] = plan
+    text = str(plan)
+    if text not in _SAID:
+        _SAID.add(text)
+        logger.info("dsafuse: %s [first: %s]", text, plan.layer)
+        for op in (mla, indexer):
+            if op.trace:
+                logger.info("dsafuse: %s", op.trace)
+    if switches.current().mode == "strict" and wrapper.is_sparse:
+        for op in (mla, indexer):
+            if not op.fused and not op.absent:
+                raise RuntimeError(
+                    f"DSAFUSE_MODE=strict: {plan.layer}: {op.op} is not fused: {'; '.join(op.reasons)}\n{op.trace}"
+                )
+    return plan
+
+
+def _kind(wrapper: Any) -> str:
+    if not wrapper.is_sparse:
+        return "dense MLA layer"
+    return "DSA layer" if wrapper.indexer is not None else "DSA layer with another layer's top-k"
+
+
+def _refused(op: str, reasons: list[str], absent: bool = False, trace: str = "") -> OpPlan:
+    return OpPlan(op, fused=False, reasons=tuple(reasons), absent=absent, trace=trace)
+
+
+def _decided(op: str, decision: Decision) -> OpPlan:
+    """A layer that passed the gates gets what dispatch says, if that is a fused provider.
+
+    In an engine the fallback is the engine's own code, never our split chain.
+    """
+    provider = decision.provider
+    if provider is None:
+        return _refused(op, ["no provider accepts; see the trace"], trace=str(decision))
+    if not PROVIDERS[provider].fused:
+        reason = f"only provider {provider} accepts, which fuses nothing; see the trace"
+        return _refused(op, [reason], trace=str(decision))
+    return OpPlan(op, fused=True, provider=provider, trace=str(decision))
+
+
+def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None]:
+    reasons = gates.why_not_mla(wrapper, config)
+    if reasons:
+        return _refused("mla", reasons, absent=not wrapper.is_sparse or "mla" not in switches.current().ops), None
+    attention = wrapper.mla_attn
+    activation = config.model_config.dtype
+    fp8 = gates.fp8_dtype()
+    call = MlaCall(
+        kv_layout=gates.MLA_LAYOUTS.get(attention.kv_cache_dtype, "plain"),
+        rope_style=gates.rope_style(wrapper.rotary_emb),
+        query_dtype=fp8 if gates.quantised_query(attention) else activation,
+        fp8_dtype=fp8,
+    )
+    shape = MlaConfig(
+        heads=wrapper.num_heads,
+        activation=activation,
+        query=call.query_dtype,
+        layout=call.kv_layout,
+        fp8=fp8,
+        block_size=config.cache_config.block_size,
+        rope_style=call.rope_style,
+        rounding="split",
+    )
+    target = Target.of(gates.device())
+    plan = _decided("mla", fused_qk_rope_concat_and_cache_mla.choose(shape, target, here=True))
+    return plan, call if plan.fused else None
+
+
+def _plan_indexer(wrapper: Any, config: Any) -> tuple[OpPlan, IndexerCall | None]:
+    indexer = wrapper.indexer
+    reasons = gates.why_not_indexer(wrapper, config)
+    if reasons:
+        absent = not wrapper.is_sparse or indexer is None or "indexer" not in switches.current().ops
+        return _refused("indexer", reasons, absent=absent), None
+    fp8 = gates.fp8_dtype()
+    call = IndexerCall(
+        kv_layout="flat",
+        rope_style=gates.rope_style(wrapper.indexer_rope_emb),
+        scale_rule="ue8m0" if indexer.scale_fmt == "ue8m0" else "fp32",
+        eps=float(indexer.k_norm.eps),
+        weights_scale=float(indexer.softmax_scale * indexer.n_head_scale),
+        fp8_dtype=fp8,
+    )
+    shape = IndexerConfig(
+        heads=indexer.n_head,
+        activation=config.model_config.dtype,
+        layout=call.kv_layout,
+        fp8=fp8,
+        block_size=config.cache_config.block_size,
+        rope_style=call.rope_style,
+        scale_rule=call.scale_rule,
+        rounding="split",
+    )
+    target = Target.of(gates.device())
+    plan = _decided("indexer", indexer_qk_rope_quant_and_cache.choose(shape, target, here=True))
+    return plan, call if plan.fused else None
