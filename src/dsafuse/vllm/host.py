@@ -1,7 +1,7 @@
 """What the installed vLLM is: tested versions, and a probe of every symbol that the bridge touches.
 
 A hook into another program's insides is right only as long as these look as they did when it was written.
-So the probe compares signatures, and for the two methods whose bodies the bridge re-states also the source.
+So the probe compares signatures, and for the methods whose bodies the bridge re-states also the source.
 On any difference nothing is installed, and the difference is said.
 """
 
@@ -90,20 +90,21 @@ WRAPPER_SYMBOLS = (
         _LAYERS + "mla",
         "MultiHeadLatentAttentionWrapper.forward",
         ("self", "positions", "hidden_states", "llama_4_scaling"),
-        source="WRAPPER",
+        source="5d22cac766538458",
     ),
     Symbol(
         "vllm.model_executor.models.deepseek_v2",
         "Indexer.forward",
         ("self", "hidden_states", "qr", "positions", "rotary_emb"),
-        source="INDEXER",
+        source="9529cbb9196c3d1b",
     ),
     Symbol(
         _LAYERS + "attention.mla_attention",
         "MLAAttention.forward",
         ("self", "q", "kv_c_normed", "k_pe", "output_shape", "q_dcp_replicated"),
-        source="ATTENTION",
+        source="a563be16e8be793e",
     ),
+    Symbol(_LAYERS + "attention.mla_attention", "MLAAttention.forward_impl", source="ad9c09b706d72ea4"),
     Symbol(_LAYERS + "attention.mla_attention", "MLAAttention._v_up_proj", ("self", "x", "out")),
     Symbol(_LAYERS + "attention.mla_attention", "unified_mla_attention_with_output"),
     Symbol(_LAYERS + "attention.attention", "get_attention_context", ("layer_name",)),
