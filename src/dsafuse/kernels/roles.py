@@ -88,6 +88,60 @@ def latent_q(
 
 
 @triton.jit
+def latent_columns(LAYOUT: tl.constexpr):
+    """The 512 latent dims as the tile that LAYOUT quantises: one row, or one row for each scale."""
+    ROWS: tl.constexpr = LATENT // LATENT_TILE if LAYOUT == "fp8_ds_mla" else 1
+    WIDTH: tl.constexpr = LATENT // ROWS
+    return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def store_latent_row(
+    latent,
+    x1,
+    x2,
+    slot,
+    cache_ptr,
+    cache_stride_block,
+    cache_stride_row,
+    k_scale_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    NEOX: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+):
+    """Write one MLA cache row from its latent (activation dtype) and its rotated fp32 pairs."""
+    row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
+    column = latent_columns(LAYOUT)
+    one = tl.arange(0, 1)[:, None]
+    if LAYOUT == "plain":
+        dtype: tl.constexpr = latent.dtype
+        store_row_tile(cache_ptr, row + column, latent, None, CACHE_ALIGN)
+        store_pairs(cache_ptr, row + LATENT + one, x1.to(dtype), x2.to(dtype), None, NEOX, CACHE_ALIGN)
+    else:
+        bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
+        wide = latent.to(tl.float32)
+        if LAYOUT == "fp8":
+            inverse = reciprocal(tl.load(k_scale_ptr))
+            scaled = wide * inverse
+            code1 = to_fp8(x1 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+            code2 = to_fp8(x2 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+            store_pairs(bytes_ptr, row + LATENT + one, code1, code2, None, NEOX, CACHE_ALIGN)
+        else:
+            at_least = tl.maximum(group_scale(row_max(tl.abs(wide)), 0.0, FP8_MAX), DS_MLA_FLOOR)
+            scale, inverse = power_of_two_at_least(at_least)
+            scaled = wide * inverse[:, None]
+            scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
+            tl.store(scale_ptr + tl.arange(0, LATENT // LATENT_TILE), scale)
+            rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
+            store_pairs(rope_ptr, one, x1.to(tl.bfloat16), x2.to(tl.bfloat16), None, NEOX, CACHE_ALIGN)
+        codes = to_fp8(scaled, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+        store_row_tile(bytes_ptr, row + column, codes, None, CACHE_ALIGN)
+
+
+@triton.jit
 def latent_kv(
     token,
     kv_c_ptr,
@@ -115,44 +169,31 @@ def latent_kv(
     CACHE_ALIGN: tl.constexpr,
 ):
     """One row of the MLA cache: concat(kv_c, rotate(k_pe)) as LAYOUT stores it."""
+    # All loads come before the branch on the slot, so that they are in flight together.
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    one = tl.arange(0, 1)[:, None]  # a row tile with one row
-    pe_rows = token * k_pe_stride + one
-    x1, x2 = load_pairs(k_pe_ptr, pe_rows, None, NEOX, ALIGN)
+    one = tl.arange(0, 1)[:, None]
+    k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride + one, None, NEOX, ALIGN)
     cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
-    if LAYOUT == "fp8_ds_mla":
-        tile = tl.arange(0, LATENT // LATENT_TILE)[:, None]  # [4, 1]
-        column = tile * LATENT_TILE + tl.arange(0, LATENT_TILE)[None, :]
-    else:
-        column = one + tl.arange(0, LATENT)[None, :]
-    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + column, None, ALIGN)
-    dtype = latent.dtype
+    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + latent_columns(LAYOUT), None, ALIGN)
+    x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
+    x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     if live:
-        x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
-        row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
-        if LAYOUT == "plain":
-            store_row_tile(cache_ptr, row + column, latent, None, CACHE_ALIGN)
-            store_pairs(cache_ptr, row + LATENT + one, x1.to(dtype), x2.to(dtype), None, NEOX, CACHE_ALIGN)
-        else:
-            x1, x2 = round_pairs(x1, x2, dtype, ROUND)
-            latent = latent.to(tl.float32)
-            bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
-            if LAYOUT == "fp8":
-                inverse = reciprocal(tl.load(k_scale_ptr))
-                latent *= inverse
-                x1 = to_fp8(x1 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
-                x2 = to_fp8(x2 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
-                store_pairs(bytes_ptr, row + LATENT + one, x1, x2, None, NEOX, CACHE_ALIGN)
-            else:
-                scale = tl.maximum(group_scale(row_max(tl.abs(latent)), 0.0, FP8_MAX), DS_MLA_FLOOR)
-                scale, inverse = power_of_two_at_least(scale)
-                latent *= inverse[:, None]
-                scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
-                tl.store(scale_ptr + tl.arange(0, LATENT // LATENT_TILE), scale)
-                rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
-                store_pairs(rope_ptr, one, x1.to(tl.bfloat16), x2.to(tl.bfloat16), None, NEOX, CACHE_ALIGN)
-            codes = to_fp8(latent, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
-            store_row_tile(bytes_ptr, row + column, codes, None, CACHE_ALIGN)
+        store_latent_row(
+            latent,
+            x1,
+            x2,
+            slot,
+            cache_ptr,
+            cache_stride_block,
+            cache_stride_row,
+            k_scale_ptr,
+            BLOCK_SIZE,
+            LAYOUT,
+            NEOX,
+            FP8,
+            FP8_MAX,
+            CACHE_ALIGN,
+        )
 
 
 @triton.jit
@@ -208,12 +249,13 @@ def index_q(
 
 @triton.jit
 def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
-    """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes."""
+    """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes, fp32 out."""
     one = tl.arange(0, 1)[:, None]
     wx1, wx2 = load_pairs(weight_ptr, one, None, NEOX, 1)
     wy1, wy2 = load_pairs(weight_ptr, one + ROPE, None, NEOX, 1)
     bx1, bx2 = load_pairs(bias_ptr, one, None, NEOX, 1)
     by1, by2 = load_pairs(bias_ptr, one + ROPE, None, NEOX, 1)
+    x1, x2, y1, y2 = x1.to(tl.float32), x2.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32)
     mean = row_sum((x1 + x2) + (y1 + y2))[:, None] * (1.0 / INDEX)
     x1, x2, y1, y2 = x1 - mean, x2 - mean, y1 - mean, y2 - mean
     variance = row_sum((x1 * x1 + x2 * x2) + (y1 * y1 + y2 * y2))[:, None] * (1.0 / INDEX)
@@ -224,6 +266,36 @@ def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
         y1 * r * wy1.to(tl.float32) + by1.to(tl.float32),
         y2 * r * wy2.to(tl.float32) + by2.to(tl.float32),
     )
+
+
+@triton.jit
+def store_index_row(
+    x1,
+    x2,
+    y1,
+    y2,
+    slot,
+    cache_ptr,
+    cache_stride_block,
+    BLOCK_SIZE: tl.constexpr,
+    NEOX: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+):
+    """Quantise one prepared key (fp32 pair tiles: rotary dims, the rest) and write its row of the planar block."""
+    c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX)
+    c1, c2 = c1.to(tl.uint8, bitcast=True), c2.to(tl.uint8, bitcast=True)
+    d1, d2 = d1.to(tl.uint8, bitcast=True), d2.to(tl.uint8, bitcast=True)
+    bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
+    block = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block
+    row = slot % BLOCK_SIZE
+    values = block + row * INDEX + tl.arange(0, 1)[:, None]
+    store_pairs(bytes_ptr, values, c1, c2, None, NEOX, CACHE_ALIGN)
+    store_pairs(bytes_ptr, values + ROPE, d1, d2, None, NEOX, CACHE_ALIGN)
+    scale_ptr = (bytes_ptr + block + BLOCK_SIZE * FLAT_SCALE_BYTES).to(tl.pointer_type(tl.float32))
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
 
 
 @triton.jit
@@ -254,43 +326,28 @@ def index_k(
 ):
     """One row of the indexer cache: layer norm, rotate, quantise."""
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    one = tl.arange(0, 1)[:, None]
-    rows = token * k_stride + one
-    x1, x2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
-    y1, y2 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
+    rows = token * k_stride + tl.arange(0, 1)[:, None]
+    k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
+    k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
     cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
-    dtype = x1.dtype
+    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, norm_weight_ptr, norm_bias_ptr, eps, NEOX)
+    x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
+    y1, y2 = round_pairs(y1, y2, k1.dtype, ROUND)
+    x1, x2 = rotate(x1, x2, cos, sin)
+    x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     if live:
-        x1, x2, y1, y2 = layer_norm(
-            x1.to(tl.float32),
-            x2.to(tl.float32),
-            y1.to(tl.float32),
-            y2.to(tl.float32),
-            norm_weight_ptr,
-            norm_bias_ptr,
-            eps,
+        store_index_row(
+            x1,
+            x2,
+            y1,
+            y2,
+            slot,
+            cache_ptr,
+            cache_stride_block,
+            BLOCK_SIZE,
             NEOX,
-        )
-        x1, x2 = round_pairs(x1, x2, dtype, ROUND)
-        y1, y2 = round_pairs(y1, y2, dtype, ROUND)
-        x1, x2 = rotate(x1, x2, cos, sin)
-        x1, x2 = round_pairs(x1, x2, dtype, ROUND)
-        x1, x2, y1, y2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX)
-        bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
-        block = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block
-        row = slot % BLOCK_SIZE
-        values = block + row * INDEX + one
-        store_pairs(
-            bytes_ptr, values, x1.to(tl.uint8, bitcast=True), x2.to(tl.uint8, bitcast=True), None, NEOX, CACHE_ALIGN
-        )
-        store_pairs(
-            bytes_ptr,
-            values + ROPE,
-            y1.to(tl.uint8, bitcast=True),
-            y2.to(tl.uint8, bitcast=True),
-            None,
-            NEOX,
+            UE8M0,
+            FP8,
+            FP8_MAX,
             CACHE_ALIGN,
         )
-        scale_ptr = (bytes_ptr + block + BLOCK_SIZE * FLAT_SCALE_BYTES).to(tl.pointer_type(tl.float32))
-        tl.store(scale_ptr + row + tl.arange(0, 1), scale)

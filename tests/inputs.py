@@ -1,0 +1,220 @@
+"""Hostile inputs for the two ops, and comparison of everything that a call can reach.
+
+Inputs are views into wider, offset, transposed storage, as an engine's are. Every writable buffer lies between
+canaries and starts poisoned. `memory` gives the bytes of all of it: outputs, caches, inputs and what lies around
+them, so that one comparison proves what was written and what was not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsafuse import fused_qk_rope_concat_and_cache_mla as mla
+from dsafuse import indexer_qk_rope_quant_and_cache as indexer
+
+Call = dict[str, Any]
+
+OPS = {"mla": mla, "indexer": indexer}
+ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+MAX_POSITION = 37
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own for each test."""
+    return torch.Generator().manual_seed(seed)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Normal values whose magnitude differs from row to row, so that scales differ."""
+    spread = torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
+    return (torch.randn(*shape, generator=generator) * spread).to(dtype)
+
+
+def padded(value: torch.Tensor, rows: int = 0, columns: int = 8) -> torch.Tensor:
+    """The same values as a slice of a wider buffer: strides and storage offset are not those of a fresh tensor."""
+    wide = value.new_zeros(*value.shape[:-1], value.shape[-1] + columns + rows)
+    view = wide[..., columns : columns + value.shape[-1]]
+    return view.copy_(value)
+
+
+def transposed(value: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, dim] in the memory order of a batched matmul over heads."""
+    return value.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A buffer of 0x5A bytes with 64 such bytes on either side, over which a test sees any stray write."""
+    if stride is None:
+        stride = tuple(torch.empty(shape, device="meta").stride())
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
+    storage = torch.full((reach * dtype.itemsize + 128,), 0x5A, dtype=torch.uint8)
+    offset = 64 // dtype.itemsize
+    return storage.view(dtype).as_strided(shape, stride, offset)
+
+
+def rope_table(dtype: torch.dtype = torch.float32, rows: int = MAX_POSITION) -> torch.Tensor:
+    """[rows, 64]: cos and sin of position * 10000**(-i / 32), as the models build it."""
+    angles = torch.arange(rows).double()[:, None] * 10000.0 ** (-torch.arange(32).double() / 32)
+    return padded(torch.cat([angles.cos(), angles.sin()], -1).to(dtype))
+
+
+def slots_and_positions(tokens: int, capacity: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct slots in no order, about one in four of them negative; int64 slots, int32 positions."""
+    slots = torch.randperm(capacity, generator=generator)[:tokens].clone()
+    slots[3::4] = -1
+    positions = torch.randint(0, MAX_POSITION, (tokens,), generator=generator, dtype=torch.int32)
+    if tokens:
+        positions[-1] = MAX_POSITION - 1
+    return slots, positions
+
+
+def mla_cache(layout: str, activation: torch.dtype, blocks: int, block_size: int, fp8: torch.dtype) -> torch.Tensor:
+    """A guarded cache; rows and blocks of row layouts are padded."""
+    width, dtype = {"plain": (576, activation), "fp8": (576, fp8), "fp8_ds_mla": (656, torch.uint8)}[layout]
+    return guarded((blocks, block_size, width), dtype, (block_size * (width + 16) + 32, width + 16, 1))
+
+
+def indexer_cache(blocks: int, block_size: int) -> torch.Tensor:
+    """A guarded `flat` cache with space between blocks."""
+    return guarded((blocks, block_size, 132), torch.uint8, (block_size * 132 + 12, 132, 1))
+
+
+def mla_call(
+    tokens: int = 5,
+    heads: int = 3,
+    *,
+    activation: torch.dtype = torch.bfloat16,
+    layout: str = "fp8_ds_mla",
+    query: torch.dtype | None = None,
+    fp8: torch.dtype = FN,
+    block_size: int = 16,
+    seed: int = 0,
+    **keywords: Any,
+) -> Call:
+    """Arguments of `fused_qk_rope_concat_and_cache_mla`; `keywords` replace or add any."""
+    g = seeded(seed)
+    blocks = -(-(tokens + 4) // block_size) + 1
+    slots, positions = slots_and_positions(tokens, blocks * block_size, g)
+    k_pe = padded(values((tokens, 64), activation, g))
+    query = query or activation
+    return {
+        "q_nope": transposed(values((tokens, heads, 512), activation, g)),
+        "q_pe": padded(values((tokens, heads, 64), activation, g), columns=24),
+        "kv_c": padded(values((tokens, 512), activation, g)),
+        "k_pe": k_pe if seed % 2 else k_pe[:, None],
+        "kv_cache": mla_cache(layout, activation, blocks, block_size, fp8),
+        "slot_mapping": slots,
+        "positions": positions,
+        "cos_sin_cache": rope_table(),
+        "kv_layout": layout,
+        "q_scale": torch.tensor([0.37]) if query in (FN, FNUZ) else None,
+        "k_scale": torch.tensor(0.11) if layout == "fp8" else None,
+        "q_out": guarded((tokens, heads + 2, 576), query, ((heads + 2) * 592 + 16, 592, 1)),
+        "fp8_dtype": fp8,
+        **keywords,
+    }
+
+
+def indexer_call(
+    tokens: int = 5,
+    heads: int = 3,
+    *,
+    activation: torch.dtype = torch.bfloat16,
+    fp8: torch.dtype = FN,
+    block_size: int = 16,
+    seed: int = 0,
+    **keywords: Any,
+) -> Call:
+    """Arguments of `indexer_qk_rope_quant_and_cache`; `keywords` replace or add any."""
+    g = seeded(seed)
+    blocks = -(-(tokens + 4) // block_size) + 1
+    slots, positions = slots_and_positions(tokens, blocks * block_size, g)
+    projected = values((tokens, 128 + heads + 3), activation, g)  # k and the head weights are slices of one GEMM
+    return {
+        "q": padded(values((tokens, heads, 128), activation, g)),
+        "weights": projected[:, 128 : 128 + heads],
+        "k": projected[:, :128],
+        "kv_cache": indexer_cache(blocks, block_size),
+        "slot_mapping": slots.int(),
+        "norm_weight": 1.0 + 0.1 * torch.randn(128, generator=g),
+        "norm_bias": 0.1 * torch.randn(128, generator=g),
+        "positions": positions.long(),
+        "cos_sin_cache": rope_table(),
+        "weights_scale": 0.0625 * 1.37,
+        "q_out": guarded((tokens, heads + 2, 128), fp8, ((heads + 2) * 144 + 16, 144, 1)),
+        "weights_out": guarded((tokens, heads + 1), torch.float32, (heads + 4, 1)),
+        "fp8_dtype": fp8,
+        **keywords,
+    }
+
+
+CALLS = {"mla": mla_call, "indexer": indexer_call}
+
+
+def call_of(op: str, *args: Any, **keywords: Any) -> Call:
+    """The builder of either op."""
+    return CALLS[op](*args, **keywords)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, as a view."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def memory(call: Call) -> dict[str, torch.Tensor]:
+    """A copy of every byte that the call's tensors could reach."""
+    return {name: storage_bytes(v).clone() for name, v in call.items() if isinstance(v, torch.Tensor)}
+
+
+def twin(call: Call) -> Call:
+    """The same call on storage of its own; tensors that shared storage still do."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = value.untyped_storage().data_ptr()
+        if key not in storages:
+            storages[key] = storage_bytes(value).clone()
+        fresh = torch.empty(0, dtype=value.dtype)
+        return fresh.set_(
+            storages[key].untyped_storage(), value.storage_offset(), tuple(value.shape), tuple(value.stride())
+        )
+
+    return {name: copy(value) for name, value in call.items()}
+
+
+def run(op: str, provider: str, call: Call) -> Call:
+    """Run on a twin and return it: its tensors now hold the results, under the call's own names."""
+    done = twin(call)
+    OPS[op].with_provider(provider)(**done)
+    return done
+
+
+def assert_same_memory(got: Call, want: Call, but: tuple[str, ...] = ()) -> None:
+    """Every byte equal, poison and canaries included; names the buffer and the first byte that differs."""
+    got_bytes, want_bytes = memory(got), memory(want)
+    for name in want_bytes.keys() - set(but):
+        different = torch.nonzero(got_bytes[name] != want_bytes[name]).flatten()
+        assert not len(different), (
+            f"{name}: {len(different)} of {len(want_bytes[name])} bytes differ, first at {int(different[0])}: "
+            f"got {int(got_bytes[name][different[0]]):#04x}, want {int(want_bytes[name][different[0]]):#04x}"
+        )
+
+
+def cache_row(cache: torch.Tensor, slot: int) -> torch.Tensor:
+    """The bytes of one row of an MLA cache."""
+    return cache[slot // cache.shape[1], slot % cache.shape[1]].view(torch.uint8)
+
+
+def indexer_row(cache: torch.Tensor, slot: int) -> tuple[torch.Tensor, float]:
+    """(128 codes, scale) of a slot of a `flat` cache, by arithmetic of its own rather than by layouts.py."""
+    block_size = cache.shape[1]
+    block, token = divmod(slot, block_size)
+    page = cache[block].as_strided((block_size * 132,), (1,))
+    codes = page[128 * token : 128 * token + 128]
+    scale = page[128 * block_size + 4 * token : 128 * block_size + 4 * token + 4]
+    return codes, float(scale.clone().view(torch.float32))
