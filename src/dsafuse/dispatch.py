@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -64,7 +65,7 @@ class NoProviderError(RuntimeError):
         self.decision = decision
 
 
-class OpConfig(Protocol):
+class OpConfig(Hashable, Protocol):
     """What a gate may look at: the static facts of a call, without its tensors."""
 
     @property
@@ -102,6 +103,13 @@ PROVIDERS = {
         Provider("split", "dsafuse.split", fused=False),
     )
 }
+
+
+def unsupported_format(config: OpConfig, target: Target) -> str | None:
+    """The gate that every provider has: an fp8 format that the target can't convert to."""
+    for dtype in sorted(config.fp8_formats - target.fp8, key=str):
+        return f"{target.arch} has no conversion to {dtype}"
+    return None
 
 
 def _switched_off(provider: Provider, families: frozenset[str], switches: Switches) -> str | None:

@@ -87,9 +87,7 @@ class CacheLayout:
         )
 
 
-PLAIN = CacheLayout(
-    "plain", (Field("latent", Store.ACTIVATION, LATENT_DIM), Field("rope", Store.ACTIVATION, ROPE_DIM))
-)
+PLAIN = CacheLayout("plain", (Field("latent", Store.ACTIVATION, LATENT_DIM), Field("rope", Store.ACTIVATION, ROPE_DIM)))
 FP8 = CacheLayout("fp8", (Field("latent", Store.FP8, LATENT_DIM), Field("rope", Store.FP8, ROPE_DIM)))
 FP8_DS_MLA = CacheLayout(
     "fp8_ds_mla",
@@ -99,9 +97,7 @@ FP8_DS_MLA = CacheLayout(
         Field("rope", Store.BF16, ROPE_DIM),
     ),
 )
-FLAT = CacheLayout(
-    "flat", (Field("key", Store.FP8, INDEX_DIM), Field("scale", Store.FP32, 1)), planar=True
-)
+FLAT = CacheLayout("flat", (Field("key", Store.FP8, INDEX_DIM), Field("scale", Store.FP32, 1)), planar=True)
 
 MLA_LAYOUTS = {layout.name: layout for layout in (PLAIN, FP8, FP8_DS_MLA)}
 INDEXER_LAYOUTS = {layout.name: layout for layout in (FLAT,)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -78,7 +78,7 @@ _TARGETS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _of(kind: str, index: int | None) -> Target:
     if kind == "cpu":
         return _TARGETS["cpu"]

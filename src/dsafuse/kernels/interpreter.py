@@ -10,14 +10,14 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from dsafuse.dispatch import OpConfig
+from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels import launch
 from dsafuse.registry import Arguments
 from dsafuse.target import Target
@@ -29,7 +29,7 @@ def why_not(config: OpConfig, target: Target) -> str | None:
     """Why interpreted kernels would not serve this configuration on this target; None if they would."""
     if target.gpu:
         return f"kernels are interpreted on CPU, and the target is {target.arch}"
-    return launch.why_no_format(config, target)
+    return unsupported_format(config, target)
 
 
 def why_not_here() -> str | None:
@@ -43,7 +43,7 @@ def run(op: str, arguments: Arguments, config: OpConfig) -> None:
         launch.launch(op, arguments, config, interpreted_kernels())
 
 
-@lru_cache(maxsize=None)
+@cache
 def interpreted_kernels() -> ModuleType:
     """`dsafuse.kernels.grids`, imported with interpretation on."""
     import triton
@@ -81,7 +81,7 @@ def corrected_casts() -> Iterator[None]:
         interpreter._convert_float = original
 
 
-@lru_cache(maxsize=None)
+@cache
 def _torch_dtypes() -> dict[Any, torch.dtype]:
     import triton.language as tl
 

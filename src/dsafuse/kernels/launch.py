@@ -6,13 +6,13 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from dsafuse.dispatch import OpConfig
+from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS, RopeStyle, Rounding, ScaleRule
 from dsafuse.ops.indexer import IndexerConfig
@@ -46,14 +46,7 @@ def why_not(config: OpConfig, target: Target) -> str | None:
     """Why these kernels would not serve this configuration on this target; None if they would."""
     if not target.gpu:
         return f"kernels are compiled for GPUs, and the tensors are on {target.arch}"
-    return why_no_format(config, target)
-
-
-def why_no_format(config: OpConfig, target: Target) -> str | None:
-    """Names an fp8 format that the target can't convert to."""
-    for dtype in sorted(config.fp8_formats - target.fp8, key=str):
-        return f"{target.arch} has no conversion to {dtype}"
-    return None
+    return unsupported_format(config, target)
 
 
 def why_not_here() -> str | None:
@@ -194,7 +187,7 @@ def numeric_constants(config: MlaConfig | IndexerConfig) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=None)
+@cache
 def launch_options(target: Target, num_warps: int) -> dict[str, Any]:
     """Compiler and launch options. launch_pdl is unknown to ROCm's backend, False included."""
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False, "PDL": target.dependent_launch}

@@ -110,9 +110,7 @@ def group_scale(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def quantise_rows(
-    x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr
-):
+def quantise_rows(x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     """Two pair tiles of the same rows to fp8, one scale a row [ROWS]. maximum() passes over NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(x1), tl.abs(x2)), tl.maximum(tl.abs(y1), tl.abs(y2)))
     scale = group_scale(row_max(largest), FLOOR, FP8_MAX)

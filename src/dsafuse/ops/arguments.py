@@ -191,5 +191,3 @@ def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.element_size()
-
-

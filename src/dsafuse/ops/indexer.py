@@ -170,7 +170,8 @@ def indexer_qk_rope_quant_and_cache(
         written. On CPU a slot beyond the cache, or a position beyond the table, is an IndexError.
     Source: vllm-project/vllm#53094, ROCm/aiter `indexer_qk_rope_quant_and_cache`; layout: DeepGEMM, vLLM.
     """
-    assert q_out is not None and weights_out is not None
+    assert q_out is not None
+    assert weights_out is not None
     roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
     roles.index_q(
         q,

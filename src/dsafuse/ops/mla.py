@@ -14,7 +14,6 @@ from dsafuse.ops.arguments import (
     expect_addresses,
     expect_cache,
     expect_disjoint,
-    expect_dtype,
     expect_fp8_dtype,
     expect_member,
     expect_output,

@@ -45,7 +45,11 @@ def rotate_leading(
 
 
 def write_rows(
-    kv_cache: torch.Tensor, layout: CacheLayout, slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor], activation: torch.dtype
+    kv_cache: torch.Tensor,
+    layout: CacheLayout,
+    slot_mapping: torch.Tensor,
+    rows: dict[str, torch.Tensor],
+    activation: torch.dtype,
 ) -> None:
     """Put `rows[field]` [tokens, count] where slots say; a slot outside the cache, or none, writes nothing."""
     blocks, block_size = kv_cache.shape[:2]

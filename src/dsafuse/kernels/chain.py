@@ -1,0 +1,317 @@
+"""Kernels of the unfused chains: the steps that an engine launches one by one, from the roles' own functions."""
+
+import triton
+import triton.language as tl
+
+from dsafuse.kernels.grids import kernel, wait_for_inputs
+from dsafuse.kernels.roles import (
+    INDEX_Q_FLOOR,
+    LATENT,
+    ROPE,
+    latent_columns,
+    layer_norm,
+    store_index_row,
+    store_latent_row,
+)
+from dsafuse.kernels.tiles import (
+    load_angles,
+    load_pairs,
+    load_row_tile,
+    load_slot,
+    quantise_rows,
+    reciprocal,
+    rotate,
+    store_pairs,
+    store_row_tile,
+    to_fp8,
+)
+
+
+@triton.jit
+def head_rows(head_block, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Heads [BLOCK_HEADS, 1] of a block, and which of them exist."""
+    head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+    return head, head < HEADS
+
+
+@kernel
+def rotate_heads_and_key(
+    q_ptr,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    k_ptr,
+    k_stride: tl.int64,
+    q_out_ptr,
+    k_out_ptr,
+    positions_ptr,
+    table_ptr,
+    table_stride: tl.int64,
+    max_position: tl.int64,
+    tokens: tl.int32,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    NEOX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """RoPE of 64 dims of every head and of the one key, into contiguous tensors."""
+    wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    if program < tokens:
+        token = program.to(tl.int64)
+        cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        one = tl.arange(0, 1)[:, None]
+        x1, x2 = load_pairs(k_ptr, token * k_stride + one, None, NEOX, ALIGN)
+        y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+        dtype: tl.constexpr = k_out_ptr.dtype.element_ty
+        store_pairs(k_out_ptr, token * ROPE + one, y1.to(dtype), y2.to(dtype), None, NEOX, 16)
+    else:
+        work = program - tokens
+        token = (work // HEAD_BLOCKS).to(tl.int64)
+        head, mask = head_rows(work % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
+        cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        x1, x2 = load_pairs(q_ptr, token * q_stride_token + head * q_stride_head, mask, NEOX, ALIGN)
+        y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+        dtype: tl.constexpr = q_out_ptr.dtype.element_ty
+        store_pairs(q_out_ptr, (token * HEADS + head) * ROPE, y1.to(dtype), y2.to(dtype), mask, NEOX, 16)
+
+
+@kernel
+def concat_query(
+    q_nope_ptr,
+    q_nope_stride_token: tl.int64,
+    q_nope_stride_head: tl.int64,
+    q_rot_ptr,
+    query_ptr,
+    query_stride_token: tl.int64,
+    query_stride_head: tl.int64,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """query = concat(q_nope, q_rot) in the dtype of query."""
+    wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head, mask = head_rows(program % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    column = tl.arange(0, LATENT)[None, :]
+    rope_column = tl.arange(0, ROPE)[None, :]
+    nope = load_row_tile(q_nope_ptr, token * q_nope_stride_token + head * q_nope_stride_head + column, mask, ALIGN)
+    rotated = load_row_tile(q_rot_ptr, (token * HEADS + head) * ROPE + rope_column, mask, 16)
+    rows = token * query_stride_token + head * query_stride_head
+    store_row_tile(query_ptr, rows + column, nope.to(dtype), mask, ALIGN)
+    store_row_tile(query_ptr, rows + LATENT + rope_column, rotated.to(dtype), mask, ALIGN)
+
+
+@kernel
+def quantise_query(
+    query_ptr,
+    q_scale_ptr,
+    q_out_ptr,
+    q_out_stride_token: tl.int64,
+    q_out_stride_head: tl.int64,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """q_out = fp8(query / q_scale); query is contiguous."""
+    wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head, mask = head_rows(program % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
+    inverse = reciprocal(tl.load(q_scale_ptr))
+    column = tl.arange(0, LATENT)[None, :]
+    rope_column = LATENT + tl.arange(0, ROPE)[None, :]
+    source = (token * HEADS + head) * (LATENT + ROPE)
+    target = token * q_out_stride_token + head * q_out_stride_head
+    latent = load_row_tile(query_ptr, source + column, mask, 16).to(tl.float32)
+    rope = load_row_tile(query_ptr, source + rope_column, mask, 16).to(tl.float32)
+    store_row_tile(q_out_ptr, target + column, to_fp8(latent * inverse, FP8, FP8_MAX), mask, ALIGN)
+    store_row_tile(q_out_ptr, target + rope_column, to_fp8(rope * inverse, FP8, FP8_MAX), mask, ALIGN)
+
+
+@kernel
+def write_latent(
+    kv_c_ptr,
+    kv_c_stride: tl.int64,
+    k_rot_ptr,
+    cache_ptr,
+    cache_stride_block: tl.int64,
+    cache_stride_row: tl.int64,
+    slots_ptr,
+    slot_count: tl.int64,
+    capacity: tl.int64,
+    k_scale_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    NEOX: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """kv_cache[slot] = quantise(concat(kv_c, k_rot))."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    x1, x2 = load_pairs(k_rot_ptr, token * ROPE + tl.arange(0, 1)[:, None], None, NEOX, 16)
+    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + latent_columns(LAYOUT), None, ALIGN)
+    if live:
+        store_latent_row(
+            latent,
+            x1.to(tl.float32),
+            x2.to(tl.float32),
+            slot,
+            cache_ptr,
+            cache_stride_block,
+            cache_stride_row,
+            k_scale_ptr,
+            BLOCK_SIZE,
+            LAYOUT,
+            NEOX,
+            FP8,
+            FP8_MAX,
+            CACHE_ALIGN,
+        )
+
+
+@kernel
+def norm_key(
+    k_ptr,
+    k_stride: tl.int64,
+    weight_ptr,
+    bias_ptr,
+    eps: tl.float32,
+    k_norm_ptr,
+    NEOX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """k_norm = layer_norm(k)."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    rows = token * k_stride + tl.arange(0, 1)[:, None]
+    k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
+    k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
+    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, weight_ptr, bias_ptr, eps, NEOX)
+    dtype: tl.constexpr = k_norm_ptr.dtype.element_ty
+    out = token * (2 * ROPE) + tl.arange(0, 1)[:, None]
+    store_pairs(k_norm_ptr, out, x1.to(dtype), x2.to(dtype), None, NEOX, 16)
+    store_pairs(k_norm_ptr, out + ROPE, y1.to(dtype), y2.to(dtype), None, NEOX, 16)
+
+
+@kernel
+def quantise_index_query(
+    q_ptr,
+    q_stride_token: tl.int64,
+    q_stride_head: tl.int64,
+    q_rot_ptr,
+    q_out_ptr,
+    q_out_stride_token: tl.int64,
+    q_out_stride_head: tl.int64,
+    scales_ptr,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    NEOX: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """(q_out, scales) = quantise(concat(q_rot, rest of q)), one scale a head."""
+    wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0)
+    token = (program // HEAD_BLOCKS).to(tl.int64)
+    head, mask = head_rows(program % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
+    heads = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    x1, x2 = load_pairs(q_rot_ptr, (token * HEADS + head) * ROPE, mask, NEOX, 16)
+    y1, y2 = load_pairs(q_ptr, token * q_stride_token + head * q_stride_head + ROPE, mask, NEOX, ALIGN)
+    c1, c2, d1, d2, scale = quantise_rows(
+        x1.to(tl.float32),
+        x2.to(tl.float32),
+        y1.to(tl.float32),
+        y2.to(tl.float32),
+        INDEX_Q_FLOOR,
+        UE8M0,
+        FP8,
+        FP8_MAX,
+    )
+    out = token * q_out_stride_token + head * q_out_stride_head
+    store_pairs(q_out_ptr, out, c1, c2, mask, NEOX, ALIGN)
+    store_pairs(q_out_ptr, out + ROPE, d1, d2, mask, NEOX, ALIGN)
+    tl.store(scales_ptr + token * HEADS + heads, scale, mask=heads < HEADS)
+
+
+@kernel
+def fold_weights(
+    weights_ptr,
+    weights_stride: tl.int64,
+    scales_ptr,
+    weights_scale: tl.float32,
+    weights_out_ptr,
+    weights_out_stride: tl.int64,
+    elements: tl.int64,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """weights_out = (weights * scales) * weights_scale; scales are contiguous."""
+    wait_for_inputs(PDL)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, head, mask = element // HEADS, element % HEADS, element < elements
+    weights = tl.load(weights_ptr + token * weights_stride + head, mask=mask).to(tl.float32)
+    folded = (weights * tl.load(scales_ptr + element, mask=mask)) * weights_scale
+    tl.store(weights_out_ptr + token * weights_out_stride + head, folded, mask=mask)
+
+
+@kernel
+def write_key(
+    k_norm_ptr,
+    k_rot_ptr,
+    cache_ptr,
+    cache_stride_block: tl.int64,
+    slots_ptr,
+    slot_count: tl.int64,
+    capacity: tl.int64,
+    BLOCK_SIZE: tl.constexpr,
+    NEOX: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """kv_cache[slot] = quantise(concat(k_rot, rest of k_norm)), one scale a row."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    one = tl.arange(0, 1)[:, None]
+    x1, x2 = load_pairs(k_rot_ptr, token * ROPE + one, None, NEOX, 16)
+    y1, y2 = load_pairs(k_norm_ptr, token * (2 * ROPE) + ROPE + one, None, NEOX, 16)
+    if live:
+        store_index_row(
+            x1.to(tl.float32),
+            x2.to(tl.float32),
+            y1.to(tl.float32),
+            y2.to(tl.float32),
+            slot,
+            cache_ptr,
+            cache_stride_block,
+            BLOCK_SIZE,
+            NEOX,
+            UE8M0,
+            FP8,
+            FP8_MAX,
+            CACHE_ALIGN,
+        )
