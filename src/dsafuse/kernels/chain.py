@@ -34,6 +34,15 @@ def head_rows(head_block, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
     return head, head < HEADS
 
 
+@triton.jit
+def rotate_row(x_ptr, x_rows, out_ptr, out_rows, angles, mask, NEOX: tl.constexpr, ALIGN: tl.constexpr):
+    """Rotate 64 values of each row into a contiguous tensor, in its dtype."""
+    x1, x2 = load_pairs(x_ptr, x_rows, mask, NEOX, ALIGN)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), angles[0], angles[1])
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    store_pairs(out_ptr, out_rows, y1.to(dtype), y2.to(dtype), mask, NEOX, 16)
+
+
 @kernel
 def rotate_heads_and_key(
     q_ptr,
@@ -60,21 +69,16 @@ def rotate_heads_and_key(
     program = tl.program_id(0)
     if program < tokens:
         token = program.to(tl.int64)
-        cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
         one = tl.arange(0, 1)[:, None]
-        x1, x2 = load_pairs(k_ptr, token * k_stride + one, None, NEOX, ALIGN)
-        y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
-        dtype: tl.constexpr = k_out_ptr.dtype.element_ty
-        store_pairs(k_out_ptr, token * ROPE + one, y1.to(dtype), y2.to(dtype), None, NEOX, 16)
+        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        rotate_row(k_ptr, token * k_stride + one, k_out_ptr, token * ROPE + one, angles, None, NEOX, ALIGN)
     else:
         work = program - tokens
         token = (work // HEAD_BLOCKS).to(tl.int64)
         head, mask = head_rows(work % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
-        cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
-        x1, x2 = load_pairs(q_ptr, token * q_stride_token + head * q_stride_head, mask, NEOX, ALIGN)
-        y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
-        dtype: tl.constexpr = q_out_ptr.dtype.element_ty
-        store_pairs(q_out_ptr, (token * HEADS + head) * ROPE, y1.to(dtype), y2.to(dtype), mask, NEOX, 16)
+        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        source = token * q_stride_token + head * q_stride_head
+        rotate_row(q_ptr, source, q_out_ptr, (token * HEADS + head) * ROPE, angles, mask, NEOX, ALIGN)
 
 
 @kernel

@@ -36,8 +36,8 @@ PLANS: dict[tuple[str, str], LaunchPlan] = {
     ("mla", "nvidia"): LaunchPlan(block_heads=8, num_warps=4),
     ("mla", "amd"): LaunchPlan(block_heads=8, num_warps=4),
     ("mla", "cpu"): LaunchPlan(block_heads=16, num_warps=1),
-    ("indexer", "nvidia"): LaunchPlan(block_heads=8, num_warps=1),
-    ("indexer", "amd"): LaunchPlan(block_heads=8, num_warps=1),
+    ("indexer", "nvidia"): LaunchPlan(block_heads=16, num_warps=4),
+    ("indexer", "amd"): LaunchPlan(block_heads=16, num_warps=2),
     ("indexer", "cpu"): LaunchPlan(block_heads=16, num_warps=1),
 }
 
