@@ -70,13 +70,13 @@ def rotate_heads_and_key(
     if program < tokens:
         token = program.to(tl.int64)
         one = tl.arange(0, 1)[:, None]
-        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
         rotate_row(k_ptr, token * k_stride + one, k_out_ptr, token * ROPE + one, angles, None, NEOX, ALIGN)
     else:
         work = program - tokens
         token = (work // HEAD_BLOCKS).to(tl.int64)
         head, mask = head_rows(work % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
-        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
         source = token * q_stride_token + head * q_stride_head
         rotate_row(q_ptr, source, q_out_ptr, (token * HEADS + head) * ROPE, angles, mask, NEOX, ALIGN)
 

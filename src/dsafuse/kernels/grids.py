@@ -1,4 +1,4 @@
-"""Kernels: grids that hand programs to roles. Key rows have programs of their own, and come first.
+"""Kernels: grids that hand programs to roles. A key row has a program of its own, the first of its token.
 
 Nothing but constexprs is specialised: not the token count, not strides, not alignment. One more variant of each
 configuration exists, for inputs whose rows do not start at multiples of 16 bytes (ALIGN = 1).
@@ -57,7 +57,6 @@ def mla(
     q_out_ptr,
     q_out_stride_token: tl.int64,
     q_out_stride_head: tl.int64,
-    tokens: tl.int32,
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -71,12 +70,15 @@ def mla(
     CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`fused_qk_rope_concat_and_cache_mla`. Grid: tokens key programs, then tokens x head blocks."""
+    """`fused_qk_rope_concat_and_cache_mla`. Grid: tokens x (key row, head blocks)."""
     wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.program_id(0)
-    if program < tokens:
+    token = (program // (1 + HEAD_BLOCKS)).to(tl.int64)
+    part = program % (1 + HEAD_BLOCKS)
+    if part == 0:
         latent_kv(
-            program.to(tl.int64),
+            token,
             kv_c_ptr,
             kv_c_stride,
             k_pe_ptr,
@@ -102,11 +104,9 @@ def mla(
             CACHE_ALIGN,
         )
     else:
-        HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-        work = program - tokens
         latent_q(
-            (work // HEAD_BLOCKS).to(tl.int64),
-            work % HEAD_BLOCKS,
+            token,
+            part - 1,
             q_nope_ptr,
             q_nope_stride_token,
             q_nope_stride_head,
@@ -159,7 +159,6 @@ def indexer(
     q_out_stride_head: tl.int64,
     weights_out_ptr,
     weights_out_stride: tl.int64,
-    tokens: tl.int32,
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -172,12 +171,15 @@ def indexer(
     CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`indexer_qk_rope_quant_and_cache`. Grid: tokens key programs, then tokens x head blocks."""
+    """`indexer_qk_rope_quant_and_cache`. Grid: tokens x (key row, head blocks)."""
     wait_for_inputs(PDL)
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.program_id(0)
-    if program < tokens:
+    token = (program // (1 + HEAD_BLOCKS)).to(tl.int64)
+    part = program % (1 + HEAD_BLOCKS)
+    if part == 0:
         index_k(
-            program.to(tl.int64),
+            token,
             k_ptr,
             k_stride,
             norm_weight_ptr,
@@ -202,11 +204,9 @@ def indexer(
             CACHE_ALIGN,
         )
     else:
-        HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-        work = program - tokens
         index_q(
-            (work // HEAD_BLOCKS).to(tl.int64),
-            work % HEAD_BLOCKS,
+            token,
+            part - 1,
             q_ptr,
             q_stride_token,
             q_stride_head,

@@ -74,7 +74,7 @@ def latent_q(
     out_rows = token * q_out_stride_token + head * q_out_stride_head
     nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
     x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     if QUERY_FP8:
         inverse = reciprocal(tl.load(q_scale_ptr))
@@ -173,7 +173,7 @@ def latent_kv(
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
     one = tl.arange(0, 1)[:, None]
     k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride + one, None, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
     latent = load_row_tile(kv_c_ptr, token * kv_c_stride + latent_columns(LAYOUT), None, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
@@ -225,16 +225,14 @@ def index_q(
     ALIGN: tl.constexpr,
 ):
     """BLOCK_HEADS indexer heads of one token: rotate, quantise per head, fold the scales into the weights."""
-    heads = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    head = heads[:, None]
+    head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
     mask = None if HEADS % BLOCK_HEADS == 0 else head < HEADS
-    vector_mask = None if HEADS % BLOCK_HEADS == 0 else heads < HEADS
     q_rows = token * q_stride_token + head * q_stride_head
     out_rows = token * q_out_stride_token + head * q_out_stride_head
     x1, x2 = load_pairs(q_ptr, q_rows, mask, NEOX, ALIGN)
     y1, y2 = load_pairs(q_ptr, q_rows + ROPE, mask, NEOX, ALIGN)
-    weights = tl.load(weights_ptr + token * weights_stride + heads, mask=vector_mask).to(tl.float32)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    weights = tl.load(weights_ptr + token * weights_stride + head, mask=mask).to(tl.float32)  # [BLOCK_HEADS, 1]
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
@@ -243,8 +241,8 @@ def index_q(
     )
     store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)
-    folded = (weights * scale) * weights_scale
-    tl.store(weights_out_ptr + token * weights_out_stride + heads, folded, mask=vector_mask)
+    folded = (weights * scale[:, None]) * weights_scale
+    tl.store(weights_out_ptr + token * weights_out_stride + head, folded, mask=mask)
 
 
 @triton.jit
@@ -329,7 +327,7 @@ def index_k(
     rows = token * k_stride + tl.arange(0, 1)[:, None]
     k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
     k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
     x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, norm_weight_ptr, norm_bias_ptr, eps, NEOX)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     y1, y2 = round_pairs(y1, y2, k1.dtype, ROUND)

@@ -70,7 +70,7 @@ def _rotate(
             table.shape[0],
             tokens,
             NEOX=config.rope_style == RopeStyle.NEOX,
-            ALIGN=alignment(q, k),
+            ALIGN=alignment(q, k, table),
             **options,
         )
 

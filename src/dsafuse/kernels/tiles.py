@@ -45,9 +45,16 @@ def load_pairs(base, row_offsets, mask, NEOX: tl.constexpr, ALIGN: tl.constexpr)
     """The 64 values at base + row_offsets[ROWS, 1] as a pair tile, in their own dtype."""
     if NEOX:
         columns = row_offsets + tl.arange(0, HALF)[None, :]
-        return load_row_tile(base, columns, mask, ALIGN), load_row_tile(base, columns + HALF, mask, ALIGN)
-    x = load_row_tile(base, row_offsets + tl.arange(0, ROPE)[None, :], mask, ALIGN)
-    return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+        x1 = load_row_tile(base, columns, mask, ALIGN)
+        x2 = load_row_tile(base, columns + HALF, mask, ALIGN)
+    elif row_offsets.shape[0] == 1:
+        # A lone row has a value or less for each thread: two strided loads cost less than an exchange.
+        columns = row_offsets + 2 * tl.arange(0, HALF)[None, :]
+        x1, x2 = tl.load(base + columns, mask=mask), tl.load(base + columns + 1, mask=mask)
+    else:
+        x = load_row_tile(base, row_offsets + tl.arange(0, ROPE)[None, :], mask, ALIGN)
+        x1, x2 = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+    return x1, x2
 
 
 @triton.jit
@@ -57,18 +64,24 @@ def store_pairs(base, row_offsets, x1, x2, mask, NEOX: tl.constexpr, ALIGN: tl.c
         columns = row_offsets + tl.arange(0, HALF)[None, :]
         store_row_tile(base, columns, x1, mask, ALIGN)
         store_row_tile(base, columns + HALF, x2, mask, ALIGN)
+    elif row_offsets.shape[0] == 1:
+        columns = row_offsets + 2 * tl.arange(0, HALF)[None, :]
+        tl.store(base + columns, x1, mask=mask)
+        tl.store(base + columns + 1, x2, mask=mask)
     else:
         x = tl.reshape(tl.join(x1, x2), (x1.shape[0], ROPE))
         store_row_tile(base, row_offsets + tl.arange(0, ROPE)[None, :], x, mask, ALIGN)
 
 
 @triton.jit
-def load_angles(table_ptr, table_stride, max_position, positions_ptr, token):
+def load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN: tl.constexpr):
     """cos and sin [1, 32] fp32 of a token; its position is clamped into the table."""
     position = tl.load(positions_ptr + token).to(tl.int64)
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)
     columns = position * table_stride + tl.arange(0, HALF)[None, :]
-    return tl.load(table_ptr + columns).to(tl.float32), tl.load(table_ptr + columns + HALF).to(tl.float32)
+    cos = load_row_tile(table_ptr, columns, None, ALIGN)
+    sin = load_row_tile(table_ptr, columns + HALF, None, ALIGN)
+    return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
