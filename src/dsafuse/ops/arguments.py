@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from dsafuse.layouts import CacheLayout
-from dsafuse.numerics import ACTIVATION_DTYPES, FP8_FORMATS
+from dsafuse.numerics import ACTIVATION_DTYPES, FLT_MAX, FP8_FORMATS
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -112,11 +112,11 @@ def expect_scale(name: str, value: Any, purpose: str) -> None:
 
 
 def expect_finite(name: str, value: Any) -> float:
-    """A finite number."""
+    """A number that is finite in fp32, which kernels take it in."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, expected a finite number")
+    if not abs(value) <= FLT_MAX:
+        raise ValueError(f"{name}: got {value}, expected a finite fp32 number")
     return float(value)
 
 

@@ -37,14 +37,17 @@ class TinyModel:
 
     @property
     def layers(self) -> int:
+        """Layers of the backbone."""
         return int(self.config["num_hidden_layers"])
 
     @property
     def draft_layers(self) -> int:
+        """Layers of the MTP draft, which stand behind the backbone's in the checkpoint."""
         return int(self.config.get("num_nextn_predict_layers", 0))
 
     @property
     def index_topk(self) -> int:
+        """How many tokens a query attends to; 0 for a model without sparse attention."""
         return int(self.config.get("index_topk", 0))
 
     def has_indexer(self, layer: int) -> bool:
@@ -141,9 +144,7 @@ def write(model: TinyModel, directory: Path, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
     random = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _draw(shape, gain, random) for name, shape, gain in _parameters(model)
-    }
+    tensors = {name: _draw(shape, gain, random) for name, shape, gain in _parameters(model)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -156,10 +157,10 @@ Parameter = tuple[str, tuple[int, ...], Draw]
 def _draw(shape: tuple[int, ...], how: Draw, random: torch.Generator) -> torch.Tensor:
     values = torch.randn(shape, generator=random, dtype=torch.float32)
     if how == "norm":
-        return 1.0 + 0.1 * values
+        return values.mul_(0.1).add_(1.0)
     if how == "bias":
-        return 0.1 * values
-    return values * (float(how) / shape[-1] ** 0.5)
+        return values.mul_(0.1)
+    return values.mul_(float(how) / shape[-1] ** 0.5)
 
 
 def _parameters(model: TinyModel) -> Iterator[Parameter]:
@@ -232,7 +233,8 @@ def _mlp(at: str, hidden: int, width: int) -> Iterator[Parameter]:
 def _moe(config: dict[str, Any], at: str) -> Iterator[Parameter]:
     hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     yield at + "gate.weight", (experts, hidden), 1.0
-    yield at + "gate.e_score_correction_bias", (experts,), "bias"
+    if config["topk_method"] == "noaux_tc":
+        yield at + "gate.e_score_correction_bias", (experts,), "bias"
     for expert in range(experts):
         yield from _mlp(f"{at}experts.{expert}.", hidden, width)
     yield from _mlp(at + "shared_experts.", hidden, width * config["n_shared_experts"])

@@ -7,10 +7,12 @@ CALLS: dict[str, dict[str, int]] = {
 
 
 def count(op: str, way: str) -> None:
+    """One more call of an op, "fused" or "fallback"."""
     CALLS[op][way] += 1
 
 
 def reset() -> None:
+    """Start again from zero."""
     for calls in CALLS.values():
         for way in calls:
             calls[way] = 0

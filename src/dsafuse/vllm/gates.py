@@ -29,12 +29,14 @@ def fp8_dtype() -> torch.dtype:
 
 
 def device() -> torch.device:
+    """Where this process runs its layers."""
     from vllm.platforms import current_platform
 
     return torch.device(current_platform.device_type)
 
 
 def rope_style(rotary: Any) -> str:
+    """The pairing of a rotary module, as dsafuse names it."""
     return "neox" if rotary.is_neox_style else "interleaved"
 
 
@@ -64,6 +66,8 @@ def _ask(gates: tuple[Gate, ...], wrapper: Any, config: Any) -> list[str]:
 
 
 def why_not_asked(op: str) -> Gate:
+    """The gate of DSAFUSE_OPS for one op."""
+
     def gate(wrapper: Any, config: Any) -> str | None:
         ops = switches.current().ops
         return None if op in ops else f"DSAFUSE_OPS must contain {op}, got {','.join(sorted(ops))!r}"
@@ -72,6 +76,7 @@ def why_not_asked(op: str) -> Gate:
 
 
 def why_not_query_path(wrapper: Any, config: Any) -> str | None:
+    """The fused path begins with q_a, norm, q_b, each on its own."""
     if wrapper.q_lora_rank is None:
         return "q_lora_rank must be set, got None"
     if wrapper.fuse_qkv_rmsnorm:
@@ -80,17 +85,20 @@ def why_not_query_path(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_llama_4_scaling(wrapper: Any, config: Any) -> str | None:
+    """That scaling comes after the rotation, so it would fall between the parts of one op."""
     found = getattr(config.model_config.hf_text_config, "llama_4_scaling", None)
     return None if found is None else f"llama_4_scaling must be absent, got {found}"
 
 
 def why_not_positions(wrapper: Any, config: Any) -> str | None:
+    """The ops take one position for each token."""
     if getattr(config.model_config, "uses_mrope", False):
         return "positions must be one number a token, got a model with multimodal RoPE"
     return None
 
 
 def why_not_parallel(wrapper: Any, config: Any) -> str | None:
+    """Context parallelism gathers queries or keys between preparation and cache."""
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -130,14 +138,17 @@ def _why_not_rotary(name: str, rotary: Any, dims: int) -> str | None:
 
 
 def why_not_mla_rotary(wrapper: Any, config: Any) -> str | None:
+    """The rotation of q_pe and k_pe."""
     return _why_not_rotary("rotary_emb", wrapper.rotary_emb, wrapper.qk_rope_head_dim)
 
 
 def why_not_indexer_rotary(wrapper: Any, config: Any) -> str | None:
+    """The rotation of the indexer's query and key."""
     return _why_not_rotary("indexer_rotary_emb", wrapper.indexer_rope_emb, wrapper.qk_rope_head_dim)
 
 
 def why_not_mla_sizes(wrapper: Any, config: Any) -> str | None:
+    """The sizes that every DSA model has."""
     if (wrapper.kv_lora_rank, wrapper.qk_rope_head_dim) != (512, 64):
         return (
             "kv_lora_rank and qk_rope_head_dim must be 512 and 64, got "
@@ -147,6 +158,7 @@ def why_not_mla_sizes(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_kv_cache_dtype(wrapper: Any, config: Any) -> str | None:
+    """The cache must have a layout that dsafuse writes."""
     word = wrapper.mla_attn.kv_cache_dtype
     activation = config.model_config.dtype
     if word == "auto" or word in MLA_LAYOUTS or _PLAIN_WORDS.get(word) == activation:
@@ -165,6 +177,7 @@ def why_not_absorb(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_attention(wrapper: Any, config: Any) -> str | None:
+    """The step behind the op must be sparse attention over the written cache, and no other."""
     attention = wrapper.mla_attn
     if attention.use_direct_call:
         return "attention must be an opaque op on this platform, got a direct call"
@@ -180,6 +193,7 @@ def why_not_attention(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:
+    """Other models bring indexers with other mathematics."""
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
     found = type(wrapper.indexer)
@@ -189,6 +203,7 @@ def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_indexer_sizes(wrapper: Any, config: Any) -> str | None:
+    """One scale for a whole head, over 128 dims."""
     indexer = wrapper.indexer
     sizes = (indexer.head_dim, indexer.rope_dim, indexer.quant_block_size)
     if sizes != (128, 64, 128):
@@ -199,6 +214,7 @@ def why_not_indexer_sizes(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_indexer_cache(wrapper: Any, config: Any) -> str | None:
+    """The key cache must have the flat layout, one key a token."""
     op = wrapper.indexer.indexer_op
     if getattr(op, "use_fp4_cache", False):
         return "the indexer cache must be fp8, got fp4"

@@ -54,6 +54,7 @@ class Symbol:
 
 
 def source_digest(function: Any) -> str:
+    """The start of the sha256 of a function's source text."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
@@ -158,6 +159,7 @@ def differences(symbols: tuple[Symbol, ...]) -> list[str]:
 
 
 def minor(version: str) -> str:
+    """Such as "0.32" of "0.32.0+cpu"."""
     return ".".join(version.split(".")[:2])
 
 

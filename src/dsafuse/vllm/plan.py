@@ -22,7 +22,7 @@ class OpPlan:
     """One op on one layer.
 
     reasons: why vLLM's own code runs instead; empty if the op is fused.
-    absent: there is no such work on this layer, which is no refusal.
+    absent: there is no such work on this layer, or nobody asked for it: no refusal, and nothing to count.
     """
 
     op: str
@@ -73,9 +73,11 @@ class LayerPlan:
 
     @property
     def fused(self) -> bool:
+        """Whether anything is fused here; if not, vLLM's own forward runs."""
         return self.mla.fused or self.indexer.fused
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {
             "layer": self.layer,
             "kind": self.kind,

@@ -1,10 +1,12 @@
 """The hook: vLLM's MLA wrapper, with the preparation of queries and keys done by the fused ops.
 
-| touched | how | why | remove when |
-|---|---|---|---|
-| `MultiHeadLatentAttentionWrapper` | `PluggableLayer.register_oot`, official | it calls rope, indexer, attention | vLLM calls such an op itself |
-| `indexer_op.skip_k_cache_insert` | set on a layer whose indexer is fused | the fused op has written the key | the same |
-| `MLAAttention`, `DeepseekV32IndexerCache` | an attribute, `dsafuse_plan` | an op finds its layer by name | the same |
+| touched | how | why |
+|---|---|---|
+| `MultiHeadLatentAttentionWrapper` | `PluggableLayer.register_oot`, official | it calls rope, indexer and attention |
+| `indexer_op.skip_k_cache_insert` | set where the indexer is fused | the fused op has written the key |
+| `MLAAttention`, `DeepseekV32IndexerCache` | an attribute, `dsafuse_plan` | an op finds its layer by name |
+
+All of it can go when vLLM itself has an op for this seam that others may provide.
 
 `forward` re-states vLLM's, and the opaque attention op the top-k part of `MLAAttention.forward_impl`; `host` holds a
 digest of what they re-state. A layer on which nothing is fused runs vLLM's own forward, untouched.
@@ -29,10 +31,6 @@ from dsafuse.vllm.torch_ops import define
 KEY = "MultiHeadLatentAttentionWrapper"
 
 
-# The order of the decorators is vLLM's: the eager break outermost, so that a KV connector's waiting and saving
-# are not recorded into a graph.
-@eager_break_during_capture
-@maybe_transfer_kv_layer
 def mla_prepare_and_attend(
     q: torch.Tensor,
     kv_c: torch.Tensor,
@@ -154,6 +152,7 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         hidden_states: torch.Tensor,
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """As vLLM's, but what the plan calls fused is left to the ops: rotation, concatenation, cache writes."""
         if not self.dsafuse_plan.fused:
             self._count_fallbacks()
             return self._tensor(super().forward(positions, hidden_states, llama_4_scaling))
@@ -220,9 +219,10 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         """Count an op that vLLM's own code does. Not while tracing: a counter is no part of a graph."""
         if torch.compiler.is_compiling():
             return
-        if not self.dsafuse_plan.mla.fused:
+        mla, indexer = self.dsafuse_plan.mla, self.dsafuse_plan.indexer
+        if not mla.fused and not mla.absent:
             counters.count("mla", "fallback")
-        if self.indexer is not None and not self.skip_topk and not self.dsafuse_plan.indexer.fused:
+        if not indexer.fused and not indexer.absent and not self.skip_topk:
             counters.count("indexer", "fallback")
 
     @staticmethod
@@ -231,7 +231,10 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return result
 
 
-define("mla_prepare_and_attend", mla_prepare_and_attend, lambda *args: None, mutates=["output"])
+# The order of the two wrappers is vLLM's: the eager break outermost, so that a KV connector's waiting and saving are
+# not recorded into a graph.
+_attend = eager_break_during_capture(maybe_transfer_kv_layer(mla_prepare_and_attend))
+define("mla_prepare_and_attend", _attend, lambda *args: None, mutates=["output"])
 define("indexer_prepare", indexer_prepare, _fake_indexer_prepare, mutates=[])
 
 

@@ -54,6 +54,7 @@ class TorchDsaMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The metadata of one step."""
         common = common_attn_metadata
         tokens_of = common.query_start_loc_cpu[1:] - common.query_start_loc_cpu[:-1]
         requests = torch.repeat_interleave(torch.arange(len(tokens_of)), tokens_of.long())
@@ -78,22 +79,27 @@ class _TorchDsaBackend(AttentionBackend):
 
     @staticmethod
     def get_metadata_cls() -> type[TorchDsaMetadata]:
+        """The metadata of a step."""
         return TorchDsaMetadata
 
     @staticmethod
     def get_builder_cls() -> type[TorchDsaMetadataBuilder]:
+        """Who builds it."""
         return TorchDsaMetadataBuilder
 
     @classmethod
     def is_mla(cls) -> bool:
+        """Yes: one latent row for each token."""
         return True
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # vLLM reads an empty list as "any"
+        """Any, which vLLM reads from an empty list."""
+        return []
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Any block size."""
         return [MultipleOf(1)]
 
 
@@ -105,14 +111,17 @@ class TorchSparseMLABackend(_TorchDsaBackend):
 
     @staticmethod
     def get_name() -> str:
+        """The backend's name in vLLM's log."""
         return "DSAFUSE_TORCH_SPARSE_MLA"
 
     @staticmethod
     def get_impl_cls() -> "type[TorchSparseMLAImpl]":
+        """The class that vLLM makes for each layer."""
         return TorchSparseMLAImpl
 
     @classmethod
     def is_sparse(cls) -> bool:
+        """Yes: it attends to the rows of the top-k buffer."""
         return True
 
 
@@ -121,10 +130,12 @@ class TorchIndexerBackend(_TorchDsaBackend):
 
     @staticmethod
     def get_name() -> str:
+        """The backend's name in vLLM's log."""
         return "DSAFUSE_TORCH_INDEXER"
 
     @staticmethod
     def get_impl_cls() -> Any:
+        """Never asked for."""
         raise NotImplementedError("an indexer cache has no attention of its own")
 
 
@@ -170,6 +181,7 @@ class TorchSparseMLAImpl(MLAAttentionImpl, SharedTopkIndicesBuffer):
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
+        """Write the step's keys, rotated already; the un-fused arm comes here, the fused one does not."""
         if kv_cache.numel() == 0:  # before the caches exist, when vLLM measures memory
             return
         k_pe = k_pe.reshape(k_pe.shape[0], -1)
@@ -178,6 +190,7 @@ class TorchSparseMLAImpl(MLAAttentionImpl, SharedTopkIndicesBuffer):
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
+        """Attend; q is [tokens, heads, 576] or the pair of its latent and rotary parts."""
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         tokens = query.shape[0]
         assert self.topk_indices_buffer is not None

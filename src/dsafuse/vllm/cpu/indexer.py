@@ -1,5 +1,6 @@
 """Scoring and top-k of the indexer on CPU, as an opaque torch op and a vLLM custom-op class."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,15 +33,13 @@ def cpu_index_topk(
         formats.write_index_keys(k, kv_cache, batch.slot_mapping)
     block_size, dim = kv_cache.shape[1], q.shape[-1]
     starts = batch.query_start_loc_cpu.tolist()
-    for request, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (first, last) in enumerate(pairwise(starts)):
         if first == last:
             continue
         length = int(batch.seq_lens[request])
         blocks = batch.block_table[request, : -(-length // block_size)].long()
         keys = formats.read_index_keys(kv_cache, blocks, length, dim)
-        topk_indices[first:last] = attention.choose(
-            q[first:last], weights[first:last], keys, topk_indices.shape[1]
-        )
+        topk_indices[first:last] = attention.choose(q[first:last], weights[first:last], keys, topk_indices.shape[1])
 
 
 define("cpu_index_topk", cpu_index_topk, lambda *args: None, mutates=["topk_indices"])
@@ -52,6 +51,7 @@ class TorchSparseAttnIndexer(SparseAttnIndexer):
     def forward_cpu(
         self, hidden_states: torch.Tensor, q_quant: Any, k: torch.Tensor | None, weights: torch.Tensor
     ) -> torch.Tensor:
+        """Fill the shared top-k buffer and return it."""
         torch.ops.dsafuse.cpu_index_topk(
             q_quant,
             k,

@@ -23,6 +23,7 @@ class DsaCpuPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
+        """The path of the attention backend: ours for sparse layers, vLLM's choice for all others."""
         if not attn_selector_config.use_sparse:
             path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
             return path
@@ -33,6 +34,7 @@ class DsaCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
+        """What vLLM does for a CPU, less the limits of its dense MLA kernel for DSA models."""
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = (
             scheduler.enable_chunked_prefill,

@@ -1,0 +1,26 @@
+"""`dsafuse demo`: small DSA models served by vLLM, un-fused and fused, giving the same tokens."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+from dsafuse.cli import output
+
+
+def demo(json: output.Json = False) -> None:
+    """Serve two small seeded models through vLLM with and without the fused preparation, and compare tokens."""
+    # Only this command needs the bridge to vLLM.
+    from dsafuse.vllm import demo as bridge
+    from dsafuse.vllm import demo_view
+
+    reason = bridge.why_not_here()
+    if reason is not None:
+        output.refuse(reason)
+    with demo_view.progress(Console(stderr=True)) as report:
+        result = bridge.run(report)
+    if json:
+        output.print_json(result.as_dict())
+    else:
+        demo_view.render(result, output.out())
+    raise typer.Exit(0 if result.ok else 1)

@@ -1,0 +1,188 @@
+"""`dsafuse explain`: per op, who would run it on a target, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dsafuse import switches
+from dsafuse.cli import output
+from dsafuse.cli.arguments import one_of
+from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
+from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
+from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
+from dsafuse.models import MODELS, ModelShape
+from dsafuse.ops.indexer import IndexerConfig, indexer_qk_rope_quant_and_cache
+from dsafuse.ops.mla import MlaConfig, fused_qk_rope_concat_and_cache_mla
+from dsafuse.target import Target
+
+MAX_BLOCK_SIZE = 4096
+
+
+def explain(
+    target: Annotated[str | None, typer.Option(help="Such as gfx942 or sm_90; default: this machine's.")] = None,
+    model: Annotated[str, typer.Option(help="deepseek-v3.2 or glm-5.2.")] = "deepseek-v3.2",
+    tp: Annotated[int, typer.Option(help="Tensor parallelism: divides the attention heads.")] = 8,
+    kv_cache_dtype: Annotated[str, typer.Option(help="The engine's word: auto, fp8 or fp8_ds_mla.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens in a cache block.")] = 64,
+    json: output.Json = False,
+) -> None:
+    """Say which provider each op gets on a target, and why, and what the engine's word for a cache means there."""
+    where = _target(target)
+    shape = MODELS[one_of("--model", model, MODELS)]
+    one_of("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+        output.refuse(f"--block-size: got {block_size}, expected an integer from 1 to {MAX_BLOCK_SIZE}")
+    try:
+        heads = shape.local_heads(tp)
+    except ValueError as error:
+        output.refuse(f"--{error}")
+    found = [
+        (meaning, _decisions(meaning, shape, heads, where, block_size))
+        for meaning in meanings(where.arch, kv_cache_dtype, block_size)
+    ]
+    if json:
+        output.print_json(_document(where, shape, tp, heads, kv_cache_dtype, block_size, found))
+    else:
+        _print(where, shape, tp, heads, kv_cache_dtype, block_size, found)
+
+
+def _target(name: str | None) -> Target:
+    try:
+        if name is not None:
+            return Target.named(name)
+        return Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except ValueError as error:
+        output.refuse(f"--{error}" if name is not None else f"{error}; name one with --target")
+
+
+def _fp8(where: Target) -> torch.dtype:
+    """The format that the target converts to; OCP where it has both or none."""
+    return torch.float8_e4m3fnuz if where.fp8 == {torch.float8_e4m3fnuz} else torch.float8_e4m3fn
+
+
+def _decisions(meaning: Meaning, shape: ModelShape, heads: int, where: Target, block_size: int) -> list[Decision]:
+    fp8, activation = _fp8(where), torch.bfloat16
+    query = fp8 if meaning.query == "fp8" else activation
+    rope, rounding = shape.mla_rope_style.value, "split"
+    mla = MlaConfig(heads, activation, query, meaning.layout, fp8, block_size, rope, rounding)
+    found = [fused_qk_rope_concat_and_cache_mla.choose(mla, where)]
+    if meaning.indexer in INDEXER_LAYOUTS:
+        index_rope = shape.index_rope_style.value
+        index = IndexerConfig(
+            shape.index_heads, activation, meaning.indexer, fp8, block_size, index_rope, "ue8m0", rounding
+        )
+        return [*found, indexer_qk_rope_quant_and_cache.choose(index, where)]
+    reason = (
+        f"the indexer cache of {meaning.backend} has layout {meaning.indexer}, and this version writes "
+        + ", ".join(INDEXER_LAYOUTS)
+    )
+    trace = tuple(Rejected(name, reason) for name in PROVIDERS)
+    return [*found, Decision(indexer_qk_rope_quant_and_cache.name, where.arch, trace)]
+
+
+Found = list[tuple[Meaning, list[Decision]]]
+
+
+def _print(where: Target, shape: ModelShape, tp: int, heads: int, word: str, block_size: int, found: Found) -> None:
+    formats = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in where.fp8)) or "none"
+    output.say(f"target: {where.arch} ({where.vendor}), fp8 formats: {formats}")
+    output.say(
+        f"model: {shape.name}, tp={tp}: {heads} attention heads (RoPE {shape.mla_rope_style}), "
+        f"{shape.index_heads} indexer heads (RoPE {shape.index_rope_style})"
+    )
+    output.say(f"switches: {_switches()}")
+    for meaning, decisions in found:
+        output.say("")
+        output.say(
+            f"--kv-cache-dtype {word} on {where.arch}, backend {meaning.backend}: MLA cache {meaning.layout}, "
+            f"query {_query(meaning, where)}, indexer cache {meaning.indexer}, block size {block_size}"
+            + (f" ({meaning.note})" if meaning.note else "")
+        )
+        for decision in decisions:
+            output.say(str(decision))
+    output.say("")
+    for layout in _layouts():
+        rows = [
+            [str(entry[key]) for key in ("field", "store", "count", "bytes", "offset_bytes")]
+            for entry in _fields(layout)
+        ]
+        planar = ", planar: offsets are per token of a block" if layout.planar else ""
+        title = f"{layout.name}: {layout.row_bytes()} bytes a token at 16 bit{planar}"
+        output.table(title, ("field", "store", "count", "bytes", "offset"), rows)
+
+
+def _document(
+    where: Target, shape: ModelShape, tp: int, heads: int, word: str, block_size: int, found: Found
+) -> dict[str, Any]:
+    now = switches.current()
+    return {
+        "target": {
+            "arch": where.arch,
+            "vendor": where.vendor,
+            "fp8": sorted(str(dtype).removeprefix("torch.") for dtype in where.fp8),
+        },
+        "model": {
+            "name": shape.name,
+            "tp": tp,
+            "heads": heads,
+            "index_heads": shape.index_heads,
+            "rope_style": shape.mla_rope_style.value,
+            "index_rope_style": shape.index_rope_style.value,
+        },
+        "kv_cache_dtype": word,
+        "block_size": block_size,
+        "switches": {"mode": now.mode, "ops": sorted(now.ops), "provider": now.provider},
+        "meanings": [
+            {
+                **asdict(meaning),
+                "query": _query(meaning, where),
+                "ops": [_decision(decision) for decision in decisions],
+            }
+            for meaning, decisions in found
+        ],
+        "layouts": {
+            layout.name: {"row_bytes": layout.row_bytes(), "planar": layout.planar, "fields": _fields(layout)}
+            for layout in _layouts()
+        },
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    trace = [
+        {"provider": v.provider, "accepted": isinstance(v, Accepted), "reason": getattr(v, "reason", None)}
+        for v in decision.trace
+    ]
+    return {"op": decision.op, "provider": decision.provider, "trace": trace}
+
+
+def _query(meaning: Meaning, where: Target) -> str:
+    dtype = _fp8(where) if meaning.query == "fp8" else torch.bfloat16
+    return str(dtype).removeprefix("torch.")
+
+
+def _switches() -> str:
+    now = switches.current()
+    return (
+        f"DSAFUSE_MODE={now.mode} DSAFUSE_OPS={','.join(sorted(now.ops))} DSAFUSE_PROVIDER={now.provider or '(unset)'}"
+    )
+
+
+def _layouts() -> list[CacheLayout]:
+    return [*MLA_LAYOUTS.values(), *INDEXER_LAYOUTS.values()]
+
+
+def _fields(layout: CacheLayout) -> list[dict[str, Any]]:
+    return [
+        {
+            "field": f.name,
+            "store": f.store.value,
+            "count": f.count,
+            "bytes": f.count * f.store.itemsize(torch.bfloat16),
+            "offset_bytes": layout.offset_bytes(f.name),
+        }
+        for f in layout.fields
+    ]

@@ -1,0 +1,134 @@
+"""`dsafuse verify`: every provider against the oracle."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from dsafuse.check import verify as checks
+from dsafuse.check.cases import CASES, SETS, Case
+from dsafuse.cli import output
+from dsafuse.cli.arguments import Ops, device_named, one_of, op_names
+from dsafuse.dispatch import PROVIDERS
+
+MAX_SEED = 2**31 - 1
+SHOWN_REASONS = 4
+
+
+def verify(
+    op: Ops = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda for CUDA and ROCm; default: a GPU if any.")] = None,
+    cases: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    seed: Annotated[int, typer.Option(help="Seed of all inputs.")] = 0,
+    provider: Annotated[str | None, typer.Option(help="Only this one; default: all that accept.")] = None,
+    case: Annotated[str | None, typer.Option(help="Only this case, by the name that a failure prints.")] = None,
+    json: output.Json = False,
+) -> None:
+    """Run every provider against the oracle, and compare bytes: outputs, caches, and all that was not to change."""
+    names, where = op_names(op), device_named(device)
+    one_of("--cases", cases, SETS)
+    if not 0 <= seed <= MAX_SEED:
+        output.refuse(f"--seed: got {seed}, expected an integer from 0 to {MAX_SEED}")
+    if provider is not None:
+        one_of("--provider", provider, PROVIDERS)
+    selected = checks.plan(names, cases, where) if case is None else _named(names, case, op)
+    results = _run(selected, None if provider is None else [provider], seed, where)
+    summaries = checks.summarise(results)
+    failed = [result for result in results if result.status == "failed"]
+    idle = provider is not None and all(result.status == "declined" for result in results)
+    ok = not idle and all(summary.ok for summary in summaries)
+    if json:
+        output.print_json(
+            {
+                "ok": ok,
+                "device": str(where),
+                "cases": cases if case is None else case,
+                "seed": seed,
+                "summary": [_record(summary) for summary in summaries],
+                "failures": [result.record() for result in failed],
+            }
+        )
+    else:
+        _print(summaries, failed)
+        if idle:
+            output.say(f"nothing was verified: {provider} declined every case")
+    raise typer.Exit(0 if ok else 1)
+
+
+def _named(names: list[str], case: str, op: list[str] | None) -> list[Case]:
+    if not op or len(names) != 1:
+        output.refuse("--case: expected exactly one OP before it, since a case belongs to an op")
+    try:
+        return [CASES[names[0]].named(case)]
+    except ValueError as error:
+        output.refuse(f"--case: {error}")
+
+
+def _run(selected: list[Case], providers: list[str] | None, seed: int, device: torch.device) -> list[checks.Result]:
+    results: list[checks.Result] = []
+    with output.progress() as bar:
+        task = bar.add_task("verify", total=len(selected))
+        done: set[tuple[str, str]] = set()
+        for result in checks.verify(selected, providers, seed, device):
+            results.append(result)
+            if result.status == "failed":
+                bar.console.print(f"FAILED {result.how} {result.call}", markup=False, soft_wrap=True)
+                for reason in result.reasons[:SHOWN_REASONS]:
+                    bar.console.print(f"  {reason}", markup=False, soft_wrap=True)
+            done.add((result.op, result.case))
+            bar.update(task, completed=len(done), description=f"verify {result.op}")
+    return results
+
+
+def _record(summary: checks.Summary) -> dict[str, object]:
+    c = summary.comparison
+    return {
+        "op": summary.op,
+        "provider": summary.provider,
+        "how": summary.how,
+        "ok": summary.ok,
+        "passed": summary.passed,
+        "failed": summary.failed,
+        "declined": summary.declined,
+        "reasons": summary.reasons,
+        "faults": summary.faults(),
+        "bytes_compared": c.bytes_compared,
+        "mismatching_bytes": c.mismatching_bytes,
+        "code_distance": c.code_distance,
+        "key_elements": c.key_elements,
+        "key_elements_off": c.key_elements_off,
+        "key_rows": c.key_rows,
+        "key_rows_off": c.key_rows_off,
+        "error": summary.error,
+        "split_error": summary.split_error,
+        "seconds": round(summary.seconds, 3),
+    }
+
+
+def _print(summaries: list[checks.Summary], failed: list[checks.Result]) -> None:
+    header = (
+        "op", "provider", "how", "passed", "failed", "declined", "bytes compared", "mismatching", "code distance",
+        "keys one code off", "key rows rescaled", "max error", "split's", "s",
+    )  # fmt: skip
+    rows = []
+    for s in summaries:
+        c = s.comparison
+        keys = f"{c.key_elements_off} of {c.key_elements}" if c.key_elements else "-"
+        key_rows = f"{c.key_rows_off} of {c.key_rows}" if c.key_rows else "-"
+        errors = (f"{s.error:.3g}", f"{s.split_error:.3g}") if s.how == "eager" and s.passed else ("-", "-")
+        counted = (str(s.passed), str(s.failed), str(s.declined), str(c.bytes_compared), str(c.mismatching_bytes))
+        rows.append(
+            (s.op, s.provider, s.how, *counted, str(c.code_distance), keys, key_rows, *errors, f"{s.seconds:.1f}")
+        )
+    output.table(None, header, rows)
+    for s in summaries:
+        for reason in s.reasons:
+            output.say(f"{s.op}: {s.provider} declined: {reason}")
+        for fault in s.faults():
+            output.say(f"FAULT {s.op} on {s.provider} ({s.how}): {fault}")
+    if failed:
+        output.say(f"{len(failed)} failed; to reproduce:")
+        for result in failed:
+            output.say(f"  {result.call}")

@@ -1,0 +1,175 @@
+"""verify() finds a provider that is wrong, says how to reproduce it, and passes the providers that are right."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsafuse import dispatch, split
+from dsafuse.check.cases import CASES, IndexerCase, MlaCase
+from dsafuse.check.compare import Comparison
+from dsafuse.check.inputs import draw_inputs
+from dsafuse.check.reference import max_error
+from dsafuse.check.verify import ERROR_SLACK, Result, check_case, plan, run_arm, summarise, verify
+from dsafuse.registry import OPS
+
+CPU = torch.device("cpu")
+MLA = MlaCase(tokens=4, heads=3, query="fp8", layout="fp8")
+INDEX = IndexerCase(tokens=4, heads=3)
+BEYOND = (replace(MLA, slot_rule="beyond"), replace(INDEX, slot_rule="beyond"))
+
+
+def sabotage(monkeypatch, change):
+    """Make provider split do `change(arguments)` after its work."""
+
+    def run(op, arguments, config):
+        split.run(op, arguments, config)
+        change(arguments)
+
+    module = SimpleNamespace(run=run, why_not=split.why_not, why_not_here=split.why_not_here)
+    provider = dispatch.PROVIDERS["split"]
+    monkeypatch.setitem(dispatch.PROVIDERS, "split", SimpleNamespace(**_fields(provider), load=lambda: module))
+
+
+def _fields(provider):
+    return {"name": provider.name, "on_request": provider.on_request, "fused": provider.fused}
+
+
+def only(case, provider="split"):
+    (result,) = check_case(case, [provider], 0, CPU)
+    return result
+
+
+@pytest.mark.parametrize("provider", ["interpreter", "split"])
+@pytest.mark.parametrize("case", [MLA, INDEX, replace(MLA, tokens=0), replace(INDEX, tokens=0)])
+def test_providers_pass(case, provider):
+    result = only(case, provider)
+    assert (result.status, result.reasons) == ("passed", [])
+    assert result.error is not None
+    assert result.error <= result.split_error * (1 + ERROR_SLACK)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_some_of_the_quick_set_passes_everywhere(op):
+    cases = [case for case in plan([op], "quick", CPU) if case.tokens * case.heads <= 112][::4]
+    assert len(cases) >= 5
+    results = list(verify(cases, ["interpreter", "split"], 1, CPU))
+    assert [result.call for result in results if result.status != "passed"] == []
+    assert all(summary.ok for summary in summarise(results))
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_addresses_beyond_their_tables_are_cleaned_by_kernels_and_refused_by_torch(case):
+    assert only(case, "interpreter").status == "passed"
+    assert only(case, "split").status == "passed"
+
+
+def test_a_torch_chain_that_does_not_refuse_is_found(monkeypatch):
+    monkeypatch.setattr("dsafuse.ops.roles.check_addresses", lambda *_: None)
+    assert "did not raise IndexError" in only(BEYOND[0]).reasons[0]
+
+
+def test_a_compiled_provider_is_declined_on_cpu_with_its_reason():
+    result = only(MLA, "triton")
+    assert result.status == "declined"
+    assert "cpu" in result.reasons[0]
+
+
+def test_a_wrong_query_is_found(monkeypatch):
+    sabotage(monkeypatch, lambda a: a["q_out"].view(torch.uint8)[0, 0, 0].bitwise_xor_(1))
+    result = only(MLA)
+    assert result.status == "failed"
+    assert result.comparison.mismatching_bytes == 1
+    assert result.comparison.code_distance == 1
+
+
+def test_a_write_beyond_the_tensor_is_found(monkeypatch):
+    def overrun(a):
+        q_out = a["q_out"].view(torch.uint8)
+        q_out.as_strided((1,), (1,), q_out.storage_offset() + q_out.numel()).bitwise_not_()
+
+    sabotage(monkeypatch, overrun)
+    assert "q_out: 1 bytes differ" in only(MLA).reasons[0]
+
+
+def test_a_write_to_a_row_that_no_slot_names_is_found(monkeypatch):
+    sabotage(monkeypatch, lambda a: a["kv_cache"][-1, -1].bitwise_not_())
+    assert any("kv_cache" in reason for reason in only(replace(MLA, slot_rule="short")).reasons)
+
+
+def test_a_changed_input_is_found(monkeypatch):
+    sabotage(monkeypatch, lambda a: a["positions"].zero_())
+    assert any("positions: the call changed an input" in reason for reason in only(MLA).reasons)
+
+
+def test_an_output_that_is_not_written_is_found(monkeypatch):
+    module = SimpleNamespace(run=lambda *_: None, why_not=split.why_not, why_not_here=split.why_not_here)
+    provider = dispatch.PROVIDERS["split"]
+    monkeypatch.setitem(dispatch.PROVIDERS, "split", SimpleNamespace(**_fields(provider), load=lambda: module))
+    for case in (MLA, replace(MLA, out="allocated"), INDEX):
+        assert only(case).status == "failed"
+
+
+def test_a_provider_that_raises_has_failed_and_the_next_case_runs(monkeypatch):
+    def fail(_arguments):
+        raise RuntimeError("out of luck")
+
+    sabotage(monkeypatch, fail)
+    first, second = verify([MLA, MLA], ["split"], 0, CPU)
+    assert first.status == second.status == "failed"
+    assert "out of luck" in first.reasons[0]
+
+
+def test_a_failure_prints_the_call_that_reproduces_it():
+    result = Result(MLA.op, MLA.name, 7, "triton", "cuda")
+    assert result.call == (
+        "dsafuse verify fused_qk_rope_concat_and_cache_mla "
+        "--case tokens=4,heads=3,layout=fp8,query=fp8 --seed 7 --provider triton --device cuda"
+    )
+    assert CASES[result.op].named(result.case) == MLA
+
+
+def test_a_larger_error_than_split_is_a_failure(monkeypatch):
+    errors = iter([0.01, 0.011])  # split's is measured first
+    monkeypatch.setattr("dsafuse.check.verify.max_error", lambda *_: next(errors))
+    result = only(MLA, "interpreter")
+    assert (result.error, result.split_error, result.status) == (0.011, 0.01, "failed")
+    assert "float64" in result.reasons[0]
+
+
+def test_rates_are_judged_over_the_set():
+    results = [
+        Result(INDEX.op, INDEX.name, 0, "triton", "cpu", comparison=Comparison(key_elements=10**5)) for _ in "ab"
+    ]
+    for result in results:
+        result.comparison.key_elements_off = 10
+    assert all(summary.ok for summary in summarise(results))
+    results[0].comparison.key_elements_off = 11
+    assert not any(summary.ok for summary in summarise(results))
+
+
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [
+        (MlaCase(activation="fp32", rounding="fp32"), 1e-6),
+        (MlaCase(activation="bf16"), 2**-8),
+        (MlaCase(activation="fp32", layout="fp8_ds_mla", query="fp8"), 2**-4),
+        (IndexerCase(activation="fp32"), 2**-4),
+        (IndexerCase(activation="bf16", rope_style="interleaved"), 2**-3),
+        (IndexerCase(activation="fp32", scale_rule="fp32", fp8="e4m3fnuz"), 2**-4),
+    ],
+)
+def test_the_oracle_is_as_close_to_float64_as_its_formats(case, limit):
+    inputs = draw_inputs(case, 0, CPU)
+    arm = run_arm(OPS[case.op], case, inputs.arguments, "oracle", 0, CPU)
+    assert 0 < max_error(case, inputs, arm.tensors) <= limit
+
+
+@pytest.mark.parametrize("case", [MLA, INDEX, replace(MLA, layout="plain", query="activation")])
+def test_a_wrong_rotation_has_a_large_error(case):
+    """The reference is independent of the oracle: it must tell the pairing."""
+    inputs = draw_inputs(case, 0, CPU)
+    other = "neox" if case.rope_style == "interleaved" else "interleaved"
+    arm = run_arm(OPS[case.op], case, {**inputs.arguments, "rope_style": other}, "oracle", 0, CPU)
+    assert max_error(case, inputs, arm.tensors) > 0.2

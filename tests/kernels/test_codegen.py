@@ -1,0 +1,99 @@
+"""The kernels compile, without a GPU, for GPUs of both vendors; and the code has what the numerics ask for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsafuse.kernels import grids, launch
+from dsafuse.target import Target
+from tests.inputs import FN, FNUZ, OPS, Call, indexer_call, mla_call
+
+TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    FN: "*fp8e4nv",
+    FNUZ: "*fp8e4b8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = {"num_warps", "enable_fp_fusion", "launch_pdl"}
+
+
+class Recorder:
+    """Stands where a kernel would, and keeps what it is launched with."""
+
+    def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+        return self.keep
+
+    def keep(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier version compiled proves nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(op: str, call: Call, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel of a call, compiled as a launch on target `name` would."""
+    recorder, target = Recorder(), Target.named(name)
+    arguments, config = OPS[op].resolve(**call)
+    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: target))
+    launch.launch(OPS[op].name, arguments, config, SimpleNamespace(mla=recorder, indexer=recorder))
+    options = {option: recorder.kwargs.pop(option) for option in OPTIONS & recorder.kwargs.keys()}
+    kernel = getattr(grids, op)
+    bound = inspect.signature(kernel.fn).bind(*recorder.args, **recorder.kwargs).arguments
+    constants = {p.name: bound[p.name] for p in kernel.params if p.is_constexpr or bound[p.name] is None}
+    signature = {
+        p.name: "constexpr"
+        if p.name in constants
+        else POINTERS[bound[p.name].dtype]
+        if isinstance(bound[p.name], torch.Tensor)
+        else p.annotation_type
+        for p in kernel.params
+    }
+    gpu = (
+        GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+        if target.vendor == "nvidia"
+        else GPUTarget("hip", name, target.warp_size)
+    )
+    return triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=gpu, options=options)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_compiles_for(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = FNUZ if name == "gfx942" else FN
+    call = mla_call(2, 7, query=fp8, fp8=fp8) if op == "mla" else indexer_call(2, 7, fp8=fp8)
+    kernel = compiled(op, call, name, monkeypatch)
+    binary, text = ("hsaco", "amdgcn") if name.startswith("gfx") else ("cubin", "ptx")
+    assert len(kernel.asm[binary]) > 1000
+    assert not re.search(r"\batom|\bred\.|_atomic_", kernel.asm[text])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fused"), [("sm_90", "ptx", r"\bfma\.|\bmad\."), ("gfx950", "amdgcn", r"v_\w*fma")]
+)
+def test_rotation_is_not_contracted_to_fma(name: str, text: str, fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def floating(kernel: Any) -> list[str]:
+        return [line for line in kernel.asm[text].splitlines() if re.search(fused, line) and re.search(r"f32", line)]
+
+    call = mla_call(2, 4, layout="plain")
+    assert floating(compiled("mla", call, name, monkeypatch)) == []
+    real = launch.launch_options
+    monkeypatch.setattr(launch, "launch_options", lambda *a: real(*a) | {"enable_fp_fusion": True})
+    assert floating(compiled("mla", call, name, monkeypatch)) != []  # the test would see it

@@ -1,0 +1,247 @@
+"""An op's faces: the Python function, `torch.ops.dsafuse`, torch.compile; and how it is called wrongly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dsafuse
+from dsafuse import switches
+from dsafuse.registry import OPS as REGISTERED
+from tests.inputs import FN, FNUZ, OPS, Call, assert_same_memory, call_of, indexer_call, mla_call, run, twin
+
+BOTH = pytest.mark.parametrize("op", OPS)
+
+
+def out_form(op: str) -> Callable[..., None]:
+    return getattr(torch.ops.dsafuse, OPS[op].name).default
+
+
+def without_derived(call: Call) -> Call:
+    return {name: value for name, value in call.items() if name != "q_dtype"}
+
+
+def test_the_public_names_are_the_registered_ops() -> None:
+    assert {"fused_qk_rope_concat_and_cache_mla", "indexer_qk_rope_quant_and_cache"} <= REGISTERED.keys()
+    for name, op in REGISTERED.items():
+        assert getattr(dsafuse, name) is op
+        assert name in dsafuse.__all__
+
+
+@pytest.mark.parametrize("name", [name for name in dsafuse.__all__ if name != "__version__"])
+def test_a_public_docstring_documents_every_argument(name: str) -> None:
+    op = getattr(dsafuse, name)
+    documented = op.__doc__.split("Args:")[1].split("Returns:")[0]
+    for parameter in inspect.signature(op).parameters:
+        assert f"{parameter}:" in documented or f"{parameter}, " in documented, parameter
+    for section in ("Returns:", "Numerics:", "Invariants:", "Errors:", "Source:"):
+        assert section in op.__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in dsafuse.__all__ if name != "__version__"])
+def test_no_public_argument_is_a_bool(name: str) -> None:
+    for parameter in inspect.signature(getattr(dsafuse, name)).parameters.values():
+        assert "bool" not in str(parameter.annotation)
+        assert "neox" not in parameter.name
+
+
+# called wrongly
+
+
+@BOTH
+def test_a_missing_argument_is_named(op: str) -> None:
+    call = call_of(op)
+    del call["positions"]
+    with pytest.raises(TypeError, match="missing a required argument: 'positions'"):
+        OPS[op](**call)
+
+
+@BOTH
+def test_an_unexpected_keyword_is_named(op: str) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_neox'"):
+        OPS[op](**call_of(op), is_neox=True)
+
+
+def test_a_misspelt_required_keyword_is_a_type_error() -> None:
+    call = indexer_call()
+    call["weight_scale"] = call.pop("weights_scale")
+    with pytest.raises(TypeError, match="weights_scale"):
+        OPS["indexer"](**call)
+
+
+def test_a_misspelt_optional_keyword_is_named() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'roundings'"):
+        OPS["mla"](**mla_call(), roundings="fp32")
+
+
+@BOTH
+def test_an_argument_given_twice_is_named(op: str) -> None:
+    call = call_of(op)
+    first = next(iter(call))
+    with pytest.raises(TypeError, match=f"multiple values for argument '{first}'"):
+        OPS[op](call[first], **call)
+
+
+@BOTH
+def test_keyword_only_arguments_are_not_taken_by_position(op: str) -> None:
+    call = call_of(op)
+    positional = [p.name for p in inspect.signature(OPS[op]).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        OPS[op](*(call[name] for name in positional), 1.0)
+
+
+@BOTH
+def test_positional_and_keyword_calls_are_the_same_call(op: str) -> None:
+    call = call_of(op)
+    names = [p.name for p in inspect.signature(OPS[op]).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    by_position, by_keyword = twin(call), twin(call)
+    OPS[op](*(by_position[name] for name in names), **{k: v for k, v in by_position.items() if k not in names})
+    OPS[op](**by_keyword)
+    assert_same_memory(by_position, by_keyword)
+
+
+# the out-form
+
+
+@BOTH
+def test_the_out_form_requires_outputs_and_returns_nothing(op: str) -> None:
+    schema = out_form(op)._schema
+    outputs = {"q_out", "weights_out"} if op == "indexer" else {"q_out"}
+    mutated = {argument.name for argument in schema.arguments if argument.is_write}
+    assert mutated == {"kv_cache", *outputs}
+    assert len(schema.returns) == 0
+    assert "q_dtype" not in {argument.name for argument in schema.arguments}
+    for argument in schema.arguments:
+        if argument.name in outputs:
+            assert not argument.has_default_value()
+
+
+@BOTH
+@pytest.mark.parametrize("provider", ["split", "interpreter"])
+def test_the_out_form_does_what_the_function_does(op: str, provider: str) -> None:
+    call = call_of(op, 3)
+    mine = twin(call)
+    with switches.override(provider=provider):
+        assert out_form(op)(**without_derived(mine)) is None
+    assert_same_memory(mine, run(op, "oracle", call))
+
+
+@BOTH
+def test_the_function_returns_the_outputs_it_was_given(op: str) -> None:
+    call = call_of(op, 3)
+    result = OPS[op](**call)
+    if op == "mla":
+        assert result is call["q_out"]
+    else:
+        assert result[0] is call["q_out"]
+        assert result[1] is call["weights_out"]
+
+
+OPCHECKS: dict[str, tuple[str, Call]] = {
+    "mla plain bf16": ("mla", mla_call(3, layout="plain")),
+    "mla fp8_ds_mla bf16": ("mla", mla_call(3)),
+    "mla plain fp32, k_pe with three axes": ("mla", mla_call(3, layout="plain", activation=torch.float32, seed=2)),
+    "mla fp8 fp16, k_pe with two axes": ("mla", mla_call(3, layout="fp8", activation=torch.float16, seed=1)),
+    "mla fp8_ds_mla, fp8 query": ("mla", mla_call(3, query=FN)),
+    "indexer bf16": ("indexer", indexer_call(3)),
+    "indexer fp32, fp32 scales": ("indexer", indexer_call(3, activation=torch.float32, scale_rule="fp32")),
+}
+
+
+def opchecks(call: Call) -> tuple[str, ...]:
+    """The checks that torch 2.13 can do: its test_schema multiplies every tensor, and fp8 has no product on CPU."""
+    rest = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    tensors = [value for value in call.values() if isinstance(value, torch.Tensor)]
+    multiplied = all(tensor.dtype not in (FN, FNUZ) for tensor in tensors)
+    return ("test_schema", *rest) if multiplied else rest
+
+
+@pytest.mark.parametrize(("op", "call"), OPCHECKS.values(), ids=OPCHECKS)
+def test_opcheck_accepts_the_out_form(op: str, call: Call) -> None:
+    # Packed twins: opcheck clones its arguments, and clones of tensors with holes would still hold the holes.
+    packed = {n: v.contiguous().clone() if isinstance(v, torch.Tensor) else v for n, v in without_derived(call).items()}
+    torch.library.opcheck(out_form(op), (), packed, test_utils=opchecks(packed))
+
+
+# torch.compile
+
+
+def compiled(op: str, backend: str, **options: Any) -> Callable[..., Any]:
+    def layer(call: Call) -> Any:
+        return OPS[op](**call)
+
+    torch._dynamo.reset()
+    return torch.compile(layer, backend=backend, fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("allocated", [False, True], ids=["given outputs", "fresh outputs"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@BOTH
+def test_a_compiled_graph_has_no_break_and_the_same_bytes(op: str, backend: str, allocated: bool) -> None:
+    call = call_of(op, 3)
+    if allocated:
+        call |= {"q_out": None} | ({"weights_out": None} if op == "indexer" else {"q_dtype": torch.bfloat16})
+    mine, theirs = twin(call), twin(call)
+    got, want = compiled(op, backend)(mine), OPS[op](**theirs)
+    assert_same_memory(mine, theirs)
+    for a, b in zip(*((r,) if op == "mla" else r for r in (got, want)), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@BOTH
+def test_one_compiled_graph_serves_any_number_of_tokens(op: str) -> None:
+    outputs = {"q_out": None} | ({"weights_out": None} if op == "indexer" else {})
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    layer = torch.compile(lambda call: OPS[op](**call), backend=counting, fullgraph=True, dynamic=True)
+    for tokens in (5, 9, 3):
+        call = call_of(op, tokens, block_size=64) | outputs
+        mine, theirs = twin(call), twin(call)
+        got, want = layer(mine), OPS[op](**theirs)
+        assert_same_memory(mine, theirs)
+        for a, b in zip(*((r,) if op == "mla" else r for r in (got, want)), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert len(graphs) == 1
+
+
+@BOTH
+def test_a_compiled_graph_takes_no_tokens(op: str) -> None:
+    call = call_of(op, 0)
+    mine = twin(call)
+    compiled(op, "aot_eager")(mine)
+    assert_same_memory(mine, call)
+
+
+@BOTH
+def test_a_compiled_call_checks_its_arguments_when_it_runs(op: str) -> None:
+    call = call_of(op, 3)
+    call["rope_style"] = "gptj"
+    with pytest.raises(Exception, match="rope_style: got 'gptj', expected one of interleaved, neox"):
+        compiled(op, "eager")(call)
+
+
+# proof by name
+
+
+def test_with_provider_raises_the_trace_where_that_provider_declines() -> None:
+    with pytest.raises(
+        RuntimeError, match="triton: rejected: kernels are compiled for GPUs, and the tensors are on cpu"
+    ):
+        OPS["mla"].with_provider("triton")(**mla_call())
+
+
+def test_with_provider_heeds_no_switch() -> None:
+    call = mla_call(2, 1)
+    with switches.override(mode="off", ops=frozenset(), provider="split"):
+        got = run("mla", "interpreter", call)
+    assert_same_memory(got, run("mla", "oracle", call))

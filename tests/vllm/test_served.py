@@ -1,0 +1,123 @@
+"""The plugin inside the real vLLM engine on CPU: same tokens fused and un-fused, and nobody else touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.conftest import MAX_TOKENS, NOT_DSA, RUNS, SERVED, Runs, prompts
+
+Result = dict[str, Any]
+
+
+def layers(result: Result) -> list[tuple[bool, bool]]:
+    """(mla fused, indexer fused) of each layer."""
+    return [(layer["mla"]["fused"], layer["indexer"]["fused"]) for layer in result["plans"]]
+
+
+@pytest.mark.parametrize("cell", [*SERVED, "v32, all, chunked"])
+def test_fused_and_unfused_give_the_same_tokens(runs: Runs, cell: str) -> None:
+    assert runs["fused"][cell]["tokens"] == runs["unfused"][cell]["tokens"]
+
+
+@pytest.mark.parametrize("cell", list(SERVED))
+def test_every_step_of_the_fused_run_was_fused(runs: Runs, cell: str) -> None:
+    result = runs["fused"][cell]
+    steps = len(result["step_seconds"])
+    # The second layer of the GLM-shaped model takes over the first one's top-k: no indexer, MLA alone.
+    shared = SERVED[cell]["model"].startswith("glm")
+    assert layers(result) == [(True, True), (True, not shared), (True, True)]
+    assert result["calls"] == {
+        "mla": {"fused": 3 * steps, "fallback": 0},
+        "indexer": {"fused": (2 if shared else 3) * steps, "fallback": 0},
+    }
+
+
+def test_off_leaves_no_trace(runs: Runs) -> None:
+    for result in runs["unfused"].values():
+        assert result["plans"] == []
+        assert not any(count for calls in result["calls"].values() for count in calls.values())
+
+
+@pytest.mark.parametrize("model", ["v32", "glm"])
+def test_tokens_depend_on_the_choice_of_tokens_and_on_the_cache_format(runs: Runs, model: str) -> None:
+    """If not, equality above would prove little."""
+    served = runs["unfused"]
+    variants = [served[cell]["tokens"][1] for cell in (model, f"{model}, fp8", f"{model}, all")]
+    assert len({tuple(tokens) for tokens in variants}) == 3
+
+
+@pytest.mark.parametrize("cell", [cell for cell in RUNS["changed"][2] if "not" in cell or "otherwise" in cell])
+def test_a_broken_preparation_changes_the_tokens(runs: Runs, cell: str) -> None:
+    model = cell.split(",")[0]
+    changed, right = runs["changed"][cell]["tokens"], runs["fused"][model]["tokens"]
+    assert all(a != b for a, b in zip(changed, right, strict=True))
+
+
+@pytest.mark.parametrize("op", ["mla", "indexer"])
+def test_one_fusion_alone_gives_the_same_tokens(runs: Runs, op: str) -> None:
+    result = runs["changed"][f"v32, only {op}"]
+    assert layers(result) == [(op == "mla", op == "indexer")] * 3
+    assert result["tokens"] == runs["unfused"]["v32"]["tokens"]
+
+
+def test_bf16_is_served_fused(runs: Runs) -> None:
+    """In bf16 the two arms round differently in vLLM's own rotation, so tokens are not compared."""
+    result = runs["changed"]["v32, bf16"]
+    assert layers(result) == [(True, True)] * 3
+    assert [len(tokens) for tokens in result["tokens"]] == [MAX_TOKENS] * 3
+
+
+@pytest.mark.parametrize("run", ["unfused", "fused"])
+def test_chunked_prefill_and_prefix_caching_change_nothing(runs: Runs, run: str) -> None:
+    """With attention over the whole context. A smaller top-k may tip: another GEMM shape rounds otherwise."""
+    chunked = runs[run]["v32, all, chunked"]
+    assert chunked["tokens"] == runs[run]["v32, all"]["tokens"]
+    assert chunked["cached_tokens"] == [0, 0, 128]
+    assert len(chunked["step_seconds"]) > 3 * MAX_TOKENS
+
+
+@pytest.mark.parametrize("model", ["v32", "glm"])
+def test_mtp_drafts_are_fused_and_change_nothing(runs: Runs, model: str) -> None:
+    result = runs["fused"][f"{model}, all, drafted"]
+    assert result["tokens"] == runs["unfused"][f"{model}, all"]["tokens"]
+    draft = result["plans"][-1]
+    assert draft["layer"].startswith("model.layers.3.")
+    assert draft["mla"]["fused"]
+    assert draft["indexer"]["fused"]
+    # Two draft tokens a step: more draft calls than the three backbone layers make.
+    assert result["calls"]["mla"]["fused"] > 4 * len(result["step_seconds"])
+    assert result["calls"]["mla"]["fallback"] == 0
+
+
+@pytest.mark.parametrize("model", list(NOT_DSA))
+def test_other_models_are_untouched(runs: Runs, model: str) -> None:
+    """Not DSA: tokens as without the plugin, in a process where the hook is installed; no op called."""
+    result = runs["fused"][model]
+    assert result["tokens"] == runs["no plugin"][model]["tokens"]
+    assert not any(fused for layer in layers(result) for fused in layer)
+    assert not any(count for calls in result["calls"].values() for count in calls.values())
+
+
+def test_each_kind_of_layer_is_said_once(runs: Runs) -> None:
+    log = runs.log("fused")
+    for kind in ("DSA layer: mla: fused", "DSA layer with another layer's top-k: mla: fused", "dense MLA layer: mla:"):
+        assert log.count(f"dsafuse: {kind}") == 1
+    assert "dense MLA: only layers with sparse attention are fused" in log
+
+
+@pytest.mark.parametrize("model", ["v32", "glm"])
+def test_unfused_tokens_are_those_of_transformers(runs: Runs, checkpoint_directory: Path, model: str) -> None:
+    """The CPU backend against other people's model code. Attention over the whole context: no fp8 indexer there."""
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint_directory / f"{model}-all"
+    other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for prompt, tokens in zip(prompts(), runs["unfused"][f"{model}, all"]["tokens"], strict=True):
+        # Teacher forcing: one pass tells the greedy choice at every position.
+        with torch.no_grad():
+            logits = other(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == tokens
