@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -75,7 +76,10 @@ def _norm_q(a: Arguments, steps: ModuleType) -> None:
 def _latent(a: Arguments, config: Config, steps: ModuleType) -> None:
     """[RMSNorm of kv_c]; RoPE; query concat; query quantisation if it is fp8; key concat with the cache write."""
     q_role, kv_role, kept = config.latent_q, config.latent_kv, _kept(config)
-    q_pe = k_pe = q_rot = k_rot = None
+    q_pe: Any = None
+    k_pe: Any = None
+    q_rot: Any = None
+    k_rot: Any = None
     if q_role is not None:
         q_pe = a["q_pe"]
         q_rot = q_pe.new_empty(q_pe.shape, dtype=kept)
@@ -104,7 +108,10 @@ def _latent(a: Arguments, config: Config, steps: ModuleType) -> None:
 def _index(n: Named, config: Config, steps: ModuleType) -> None:
     """LayerNorm; RoPE; query quantisation; weight fold; key quantisation with the cache write."""
     q_role, k_role, kept = config.index_q, config.index_k, _kept(config)
-    q = q_rot = k_norm = k_rot = None
+    q: Any = None
+    q_rot: Any = None
+    k_norm: Any = None
+    k_rot: Any = None
     if k_role is not None:
         k = n["k"]
         k_norm = k.new_empty(k.shape, dtype=kept)

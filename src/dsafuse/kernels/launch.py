@@ -214,34 +214,61 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
     """The compile-time constants that follow from the configuration alone."""
     import triton.language as tl
 
-    plan = PLANS[target.vendor]
-    latent_q, latent_kv, norm_q = config.latent_q, config.latent_kv, config.norm_q
-    index_q, index_k = config.index_q, config.index_k
-    latent, index = latent_q or latent_kv, index_q or index_k
-    fmt = FP8_FORMATS[config.fp8]
-    return {
-        "INDEX_K": int(index_k is not None),
-        "LATENT_KV": int(latent_kv is not None),
-        "NORM_Q": int(norm_q is not None),
-        "INDEX_HEADS": index_q.heads if index_q else 0,
-        "INDEX_BLOCK_HEADS": head_block(plan.index_block_heads, index_q.heads) if index_q else 1,
-        "HEADS": latent_q.heads if latent_q else 0,
-        "BLOCK_HEADS": head_block(plan.block_heads, latent_q.heads) if latent_q else 1,
-        "LAYOUT": latent_kv.layout if latent_kv else None,
-        "BLOCK_SIZE": latent_kv.block_size if latent_kv else 1,
-        "KV_NORM": bool(latent_kv and latent_kv.norm),
-        "NEOX": bool(latent) and latent.rope_style == RopeStyle.NEOX,
-        "QUERY_FP8": bool(latent_q) and latent_q.query in FP8_FORMATS,
-        "Q_WIDTH": norm_q.width if norm_q else 1,
-        "TOPK": norm_q.topk if norm_q else 0,
-        "INDEX_BLOCK_SIZE": index_k.block_size if index_k else 1,
-        "INDEX_NEOX": bool(index) and index.rope_style == RopeStyle.NEOX,
-        "UE8M0": bool(index) and index.scale_rule == ScaleRule.UE8M0,
+    plan, fmt = PLANS[target.vendor], FP8_FORMATS[config.fp8]
+    constants: dict[str, Any] = {
+        **_ABSENT_CONSTANTS,
         "FP8": getattr(tl, fmt.triton_name),
         "FP8_MAX": fmt.max,
         "ROUND": config.rounding == Rounding.SPLIT,
         "PDL": target.dependent_launch,
     }
+    if (latent_q := config.latent_q) is not None:
+        constants["HEADS"] = latent_q.heads
+        constants["BLOCK_HEADS"] = head_block(plan.block_heads, latent_q.heads)
+        constants["NEOX"] = latent_q.rope_style == RopeStyle.NEOX
+        constants["QUERY_FP8"] = latent_q.query in FP8_FORMATS
+    if (latent_kv := config.latent_kv) is not None:
+        constants["LATENT_KV"] = 1
+        constants["LAYOUT"] = latent_kv.layout
+        constants["BLOCK_SIZE"] = latent_kv.block_size
+        constants["KV_NORM"] = latent_kv.norm
+        constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
+    if (norm_q := config.norm_q) is not None:
+        constants["NORM_Q"] = 1
+        constants["Q_WIDTH"] = norm_q.width
+        constants["TOPK"] = norm_q.topk
+    if (index_q := config.index_q) is not None:
+        constants["INDEX_HEADS"] = index_q.heads
+        constants["INDEX_BLOCK_HEADS"] = head_block(plan.index_block_heads, index_q.heads)
+        constants["INDEX_NEOX"] = index_q.rope_style == RopeStyle.NEOX
+        constants["UE8M0"] = index_q.scale_rule == ScaleRule.UE8M0
+    if (index_k := config.index_k) is not None:
+        constants["INDEX_K"] = 1
+        constants["INDEX_BLOCK_SIZE"] = index_k.block_size
+        constants["INDEX_NEOX"] = index_k.rope_style == RopeStyle.NEOX
+        constants["UE8M0"] = index_k.scale_rule == ScaleRule.UE8M0
+    return constants
+
+
+_ABSENT_CONSTANTS = {
+    "INDEX_K": 0,
+    "LATENT_KV": 0,
+    "NORM_Q": 0,
+    "INDEX_HEADS": 0,
+    "INDEX_BLOCK_HEADS": 1,
+    "HEADS": 0,
+    "BLOCK_HEADS": 1,
+    "LAYOUT": None,
+    "BLOCK_SIZE": 1,
+    "KV_NORM": False,
+    "NEOX": False,
+    "QUERY_FP8": False,
+    "Q_WIDTH": 1,
+    "TOPK": 0,
+    "INDEX_BLOCK_SIZE": 1,
+    "INDEX_NEOX": False,
+    "UE8M0": False,
+}
 
 
 @cache
@@ -253,8 +280,10 @@ def launch_options(target: Target) -> dict[str, Any]:
     return options
 
 
-_VECTORISED = ("q_nope", "q_pe", "kv_c", "k_pe", "q_out", "cos_sin_cache", "q_c", "q_c_out", "kv_norm_weight")
-_VECTORISED += ("q_norm_weight", "topk_indices", "kv_c_out", "k_pe_out")
+_VECTORISED = (
+    *("q_nope", "q_pe", "q_out", "kv_c", "k_pe", "cos_sin_cache", "kv_norm_weight", "kv_c_out", "k_pe_out"),
+    *("q_c", "q_norm_weight", "q_c_out", "topk_indices"),
+)
 _INDEX_VECTORISED = ("q", "k", "q_out", "cos_sin_cache")
 
 

@@ -147,11 +147,12 @@ def index_q(n: Named) -> IndexQ:
     activation_of(n.arguments, n.name("q"))
     n.number("weights_scale")
     expect_fp8_dtype(n["fp8_dtype"], {})
-    outputs = (("q_out", {"dim": INDEX_DIM}, n["fp8_dtype"]), ("weights_out", {}, torch.float32))
-    for key, rest, dtype in outputs:
-        if n[key] is not None:
-            out = expect_output(n.name(key), n[key], heads, tokens=tokens, heads=None, **rest)
-            expect_dtype(n.name(key), out, (dtype,))
+    if n["q_out"] is not None:
+        out = expect_output(n.name("q_out"), n["q_out"], heads, tokens=tokens, heads=None, dim=INDEX_DIM)
+        expect_dtype(n.name("q_out"), out, (n["fp8_dtype"],))
+    if n["weights_out"] is not None:
+        out = expect_output(n.name("weights_out"), n["weights_out"], heads, tokens=tokens, heads=None)
+        expect_dtype(n.name("weights_out"), out, (torch.float32,))
     expect_positions(tokens, n["positions"])
     n.rope_table(tokens)
     return IndexQ(heads, n.member("rope_style", RopeStyle), n.member("scale_rule", ScaleRule))
