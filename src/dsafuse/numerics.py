@@ -102,6 +102,11 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return centred * (1.0 / torch.sqrt(variance + eps)) * weight.float() + bias.float()
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x / sqrt(mean(x * x) + eps)) * weight over the last axis."""
+    return x * (1.0 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)) * weight.float()
+
+
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """One correctly rounded fp32 1/scale, clamped so that a zero scale stays finite."""
     return (1.0 / scale).clamp(-FLT_MAX, FLT_MAX)

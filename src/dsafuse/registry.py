@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -35,6 +35,7 @@ class Op(Generic[P, R]):
         mutates: arguments written in place besides the outputs.
         derived: arguments that the out-form does not have, since its outputs tell them.
         families: which of DSAFUSE_OPS it belongs to.
+        index_prefix: what its names of the indexer's arguments begin with.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Op(Generic[P, R]):
         mutates: tuple[str, ...],
         derived: tuple[str, ...],
         families: frozenset[str],
+        index_prefix: str = "",
     ) -> None:
         update_wrapper(self, oracle)
         self.name = oracle.__name__
         self.oracle = oracle
         self.families = families
+        self.index_prefix = index_prefix
         self.output_names = output_names
         self.mutates = mutates
         self._resolve = resolve
@@ -151,20 +154,26 @@ class Op(Generic[P, R]):
         return self._result(arguments)
 
     def _register(self) -> None:
-        """Define the out-form: outputs required, nothing returned, derived arguments gone."""
+        """Define the out-form: outputs that always exist required, nothing returned, derived arguments gone."""
         hints = get_type_hints(self.oracle)
+        returned = get_args(hints["return"]) or (hints["return"],)
+        required = {name for name, hint in zip(self.output_names, returned) if hint is torch.Tensor}
         parameters = [
             p.replace(
-                annotation=torch.Tensor if p.name in self.output_names else hints[p.name],
-                default=p.empty if p.name in self.output_names else p.default,
+                annotation=torch.Tensor if p.name in required else hints[p.name],
+                default=p.empty if p.name in required else p.default,
             )
             for p in self._signature.parameters.values()
             if p.name not in self._derived
         ]
 
         def out_form(*args: Any, **kwargs: Any) -> None:
+            arguments = self._bind(args, kwargs)
+            for name in self._outputs(arguments):
+                if arguments[name] is None:
+                    raise ValueError(f"{name}: got None, expected a tensor to write to (torch.ops.dsafuse.{self.name})")
             call: Callable[..., R] = self
-            call(*args, **kwargs)
+            call(**arguments)
 
         out_form.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(out_form, mutates_args=(*self.mutates, *self.output_names))
@@ -185,6 +194,7 @@ def fused_op(
     families: frozenset[str],
     mutates: tuple[str, ...] = ("kv_cache",),
     derived: tuple[str, ...] = (),
+    index_prefix: str = "",
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make an op of an oracle."""
 
@@ -197,6 +207,7 @@ def fused_op(
             mutates=mutates,
             derived=derived,
             families=families,
+            index_prefix=index_prefix,
         )
 
     return decorate

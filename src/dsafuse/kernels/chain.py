@@ -10,6 +10,7 @@ from dsafuse.kernels.roles import (
     ROPE,
     latent_columns,
     layer_norm,
+    norm_q,
     store_index_row,
     store_latent_row,
 )
@@ -56,29 +57,29 @@ def rotate_heads_and_key(
     table_ptr,
     table_stride: tl.int64,
     max_position: tl.int64,
-    tokens: tl.int32,
+    KEY: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NEOX: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """RoPE of 64 dims of every head and of the one key, into contiguous tensors."""
+    """RoPE of 64 dims of the one key (KEY = 1) and of every head (HEADS > 0), into contiguous tensors."""
     wait_for_inputs(PDL)
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    PARTS: tl.constexpr = KEY + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.program_id(0)
-    if program < tokens:
-        token = program.to(tl.int64)
-        one = tl.arange(0, 1)[:, None]
-        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
-        rotate_row(k_ptr, token * k_stride + one, k_out_ptr, token * ROPE + one, angles, None, NEOX, ALIGN)
-    else:
-        work = program - tokens
-        token = (work // HEAD_BLOCKS).to(tl.int64)
-        head, mask = head_rows(work % HEAD_BLOCKS, HEADS, BLOCK_HEADS)
-        angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
-        source = token * q_stride_token + head * q_stride_head
-        rotate_row(q_ptr, source, q_out_ptr, (token * HEADS + head) * ROPE, angles, mask, NEOX, ALIGN)
+    token = (program // PARTS).to(tl.int64)
+    part = program % PARTS
+    angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    if KEY:
+        if part == 0:
+            one = tl.arange(0, 1)[:, None]
+            rotate_row(k_ptr, token * k_stride + one, k_out_ptr, token * ROPE + one, angles, None, NEOX, ALIGN)
+    if HEADS:
+        if part >= KEY:
+            head, mask = head_rows(part - KEY, HEADS, BLOCK_HEADS)
+            source = token * q_stride_token + head * q_stride_head
+            rotate_row(q_ptr, source, q_out_ptr, (token * HEADS + head) * ROPE, angles, mask, NEOX, ALIGN)
 
 
 @kernel
@@ -319,3 +320,22 @@ def write_key(
             FP8_MAX,
             CACHE_ALIGN,
         )
+
+
+@kernel
+def normalise(
+    x_ptr,
+    x_stride: tl.int64,
+    weight_ptr,
+    eps: tl.float32,
+    out_ptr,
+    out_stride: tl.int64,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = rms_norm(x), a row for each program."""
+    wait_for_inputs(PDL)
+    norm_q(
+        tl.program_id(0).to(tl.int64), x_ptr, x_stride, weight_ptr, eps, out_ptr, out_stride, None, 0, WIDTH, 0, ALIGN
+    )

@@ -1,4 +1,4 @@
-"""Kernels: grids that hand programs to roles. A key row has a program of its own, the first of its token.
+"""The one kernel behind every op: a grid that hands programs to the roles that the op has.
 
 Nothing but constexprs is specialised: not the token count, not strides, not alignment. One more variant of each
 configuration exists, for inputs whose rows do not start at multiples of 16 bytes (ALIGN = 1).
@@ -9,7 +9,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from dsafuse.kernels.roles import index_k, index_q, latent_kv, latent_q
+from dsafuse.kernels.roles import index_k, index_q, latent_kv, latent_q, norm_q
 
 
 def kernel(fn):
@@ -31,13 +31,24 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @kernel
-def mla(
+def prepare(
+    positions_ptr,
+    # both latent roles
+    table_ptr,
+    table_stride: tl.int64,
+    max_position: tl.int64,
+    # latent_q
     q_nope_ptr,
     q_nope_stride_token: tl.int64,
     q_nope_stride_head: tl.int64,
     q_pe_ptr,
     q_pe_stride_token: tl.int64,
     q_pe_stride_head: tl.int64,
+    q_out_ptr,
+    q_out_stride_token: tl.int64,
+    q_out_stride_head: tl.int64,
+    q_scale_ptr,
+    # latent_kv
     kv_c_ptr,
     kv_c_stride: tl.int64,
     k_pe_ptr,
@@ -48,186 +59,218 @@ def mla(
     slots_ptr,
     slot_count: tl.int64,
     capacity: tl.int64,
-    positions_ptr,
-    table_ptr,
-    table_stride: tl.int64,
-    max_position: tl.int64,
-    q_scale_ptr,
     k_scale_ptr,
-    q_out_ptr,
-    q_out_stride_token: tl.int64,
-    q_out_stride_head: tl.int64,
-    HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    NEOX: tl.constexpr,
-    QUERY_FP8: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    ROUND: tl.constexpr,
-    ALIGN: tl.constexpr,
-    CACHE_ALIGN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`fused_qk_rope_concat_and_cache_mla`. Grid: tokens x (key row, head blocks)."""
-    wait_for_inputs(PDL)
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    token = (program // (1 + HEAD_BLOCKS)).to(tl.int64)
-    part = program % (1 + HEAD_BLOCKS)
-    if part == 0:
-        latent_kv(
-            token,
-            kv_c_ptr,
-            kv_c_stride,
-            k_pe_ptr,
-            k_pe_stride,
-            positions_ptr,
-            table_ptr,
-            table_stride,
-            max_position,
-            cache_ptr,
-            cache_stride_block,
-            cache_stride_row,
-            slots_ptr,
-            slot_count,
-            capacity,
-            k_scale_ptr,
-            BLOCK_SIZE,
-            LAYOUT,
-            NEOX,
-            FP8,
-            FP8_MAX,
-            ROUND,
-            ALIGN,
-            CACHE_ALIGN,
-        )
-    else:
-        latent_q(
-            token,
-            part - 1,
-            q_nope_ptr,
-            q_nope_stride_token,
-            q_nope_stride_head,
-            q_pe_ptr,
-            q_pe_stride_token,
-            q_pe_stride_head,
-            positions_ptr,
-            table_ptr,
-            table_stride,
-            max_position,
-            q_out_ptr,
-            q_out_stride_token,
-            q_out_stride_head,
-            q_scale_ptr,
-            HEADS,
-            BLOCK_HEADS,
-            NEOX,
-            QUERY_FP8,
-            FP8,
-            FP8_MAX,
-            ROUND,
-            ALIGN,
-        )
-
-
-@kernel
-def indexer(
-    q_ptr,
-    q_stride_token: tl.int64,
-    q_stride_head: tl.int64,
+    kv_norm_weight_ptr,
+    kv_norm_eps: tl.float32,
+    kv_c_out_ptr,
+    kv_c_out_stride: tl.int64,
+    k_pe_out_ptr,
+    k_pe_out_stride: tl.int64,
+    # norm_q
+    q_c_ptr,
+    q_c_stride: tl.int64,
+    q_norm_weight_ptr,
+    q_norm_eps: tl.float32,
+    q_c_out_ptr,
+    q_c_out_stride: tl.int64,
+    topk_ptr,
+    topk_stride: tl.int64,
+    # both index roles
+    index_table_ptr,
+    index_table_stride: tl.int64,
+    index_max_position: tl.int64,
+    # index_q
+    index_q_ptr,
+    index_q_stride_token: tl.int64,
+    index_q_stride_head: tl.int64,
     weights_ptr,
     weights_stride: tl.int64,
-    k_ptr,
-    k_stride: tl.int64,
-    cache_ptr,
-    cache_stride_block: tl.int64,
-    slots_ptr,
-    slot_count: tl.int64,
-    capacity: tl.int64,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    positions_ptr,
-    table_ptr,
-    table_stride: tl.int64,
-    max_position: tl.int64,
     weights_scale: tl.float32,
-    eps: tl.float32,
-    q_out_ptr,
-    q_out_stride_token: tl.int64,
-    q_out_stride_head: tl.int64,
+    index_q_out_ptr,
+    index_q_out_stride_token: tl.int64,
+    index_q_out_stride_head: tl.int64,
     weights_out_ptr,
     weights_out_stride: tl.int64,
+    # index_k
+    index_k_ptr,
+    index_k_stride: tl.int64,
+    index_norm_weight_ptr,
+    index_norm_bias_ptr,
+    index_eps: tl.float32,
+    index_cache_ptr,
+    index_cache_stride_block: tl.int64,
+    index_slots_ptr,
+    index_slot_count: tl.int64,
+    index_capacity: tl.int64,
+    # which roles there are, and how they are cut
+    INDEX_K: tl.constexpr,
+    LATENT_KV: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    INDEX_BLOCK_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    # formats
+    LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KV_NORM: tl.constexpr,
     NEOX: tl.constexpr,
+    QUERY_FP8: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    TOPK: tl.constexpr,
+    INDEX_BLOCK_SIZE: tl.constexpr,
+    INDEX_NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
+    INDEX_CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`indexer_qk_rope_quant_and_cache`. Grid: tokens x (key row, head blocks)."""
+    """Grid: for each token one program for each key row and norm, then one for each block of heads."""
     wait_for_inputs(PDL)
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    FIRST_LATENT_KV: tl.constexpr = INDEX_K
+    FIRST_NORM_Q: tl.constexpr = FIRST_LATENT_KV + LATENT_KV
+    FIRST_INDEX_Q: tl.constexpr = FIRST_NORM_Q + NORM_Q
+    FIRST_LATENT_Q: tl.constexpr = FIRST_INDEX_Q + (INDEX_HEADS + INDEX_BLOCK_HEADS - 1) // INDEX_BLOCK_HEADS
+    PARTS: tl.constexpr = FIRST_LATENT_Q + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.program_id(0)
-    token = (program // (1 + HEAD_BLOCKS)).to(tl.int64)
-    part = program % (1 + HEAD_BLOCKS)
-    if part == 0:
-        index_k(
-            token,
-            k_ptr,
-            k_stride,
-            norm_weight_ptr,
-            norm_bias_ptr,
-            eps,
-            positions_ptr,
-            table_ptr,
-            table_stride,
-            max_position,
-            cache_ptr,
-            cache_stride_block,
-            slots_ptr,
-            slot_count,
-            capacity,
-            BLOCK_SIZE,
-            NEOX,
-            UE8M0,
-            FP8,
-            FP8_MAX,
-            ROUND,
-            ALIGN,
-            CACHE_ALIGN,
-        )
-    else:
-        index_q(
-            token,
-            part - 1,
-            q_ptr,
-            q_stride_token,
-            q_stride_head,
-            weights_ptr,
-            weights_stride,
-            positions_ptr,
-            table_ptr,
-            table_stride,
-            max_position,
-            q_out_ptr,
-            q_out_stride_token,
-            q_out_stride_head,
-            weights_out_ptr,
-            weights_out_stride,
-            weights_scale,
-            HEADS,
-            BLOCK_HEADS,
-            NEOX,
-            UE8M0,
-            FP8,
-            FP8_MAX,
-            ROUND,
-            ALIGN,
-        )
+    token = (program // PARTS).to(tl.int64)
+    part = program % PARTS
+    if INDEX_K:
+        if part == 0:
+            index_k(
+                token,
+                index_k_ptr,
+                index_k_stride,
+                index_norm_weight_ptr,
+                index_norm_bias_ptr,
+                index_eps,
+                positions_ptr,
+                index_table_ptr,
+                index_table_stride,
+                index_max_position,
+                index_cache_ptr,
+                index_cache_stride_block,
+                index_slots_ptr,
+                index_slot_count,
+                index_capacity,
+                INDEX_BLOCK_SIZE,
+                INDEX_NEOX,
+                UE8M0,
+                FP8,
+                FP8_MAX,
+                ROUND,
+                ALIGN,
+                INDEX_CACHE_ALIGN,
+            )
+    if LATENT_KV:
+        if part == FIRST_LATENT_KV:
+            latent_kv(
+                token,
+                kv_c_ptr,
+                kv_c_stride,
+                k_pe_ptr,
+                k_pe_stride,
+                positions_ptr,
+                table_ptr,
+                table_stride,
+                max_position,
+                cache_ptr,
+                cache_stride_block,
+                cache_stride_row,
+                slots_ptr,
+                slot_count,
+                capacity,
+                k_scale_ptr,
+                kv_norm_weight_ptr,
+                kv_norm_eps,
+                kv_c_out_ptr,
+                kv_c_out_stride,
+                k_pe_out_ptr,
+                k_pe_out_stride,
+                BLOCK_SIZE,
+                LAYOUT,
+                KV_NORM,
+                NEOX,
+                FP8,
+                FP8_MAX,
+                ROUND,
+                ALIGN,
+                CACHE_ALIGN,
+            )
+    if NORM_Q:
+        if part == FIRST_NORM_Q:
+            norm_q(
+                token,
+                q_c_ptr,
+                q_c_stride,
+                q_norm_weight_ptr,
+                q_norm_eps,
+                q_c_out_ptr,
+                q_c_out_stride,
+                topk_ptr,
+                topk_stride,
+                Q_WIDTH,
+                TOPK,
+                ALIGN,
+            )
+    if INDEX_HEADS:
+        if (part >= FIRST_INDEX_Q) & (part < FIRST_LATENT_Q):
+            index_q(
+                token,
+                part - FIRST_INDEX_Q,
+                index_q_ptr,
+                index_q_stride_token,
+                index_q_stride_head,
+                weights_ptr,
+                weights_stride,
+                positions_ptr,
+                index_table_ptr,
+                index_table_stride,
+                index_max_position,
+                index_q_out_ptr,
+                index_q_out_stride_token,
+                index_q_out_stride_head,
+                weights_out_ptr,
+                weights_out_stride,
+                weights_scale,
+                INDEX_HEADS,
+                INDEX_BLOCK_HEADS,
+                INDEX_NEOX,
+                UE8M0,
+                FP8,
+                FP8_MAX,
+                ROUND,
+                ALIGN,
+            )
+    if HEADS:
+        if part >= FIRST_LATENT_Q:
+            latent_q(
+                token,
+                part - FIRST_LATENT_Q,
+                q_nope_ptr,
+                q_nope_stride_token,
+                q_nope_stride_head,
+                q_pe_ptr,
+                q_pe_stride_token,
+                q_pe_stride_head,
+                positions_ptr,
+                table_ptr,
+                table_stride,
+                max_position,
+                q_out_ptr,
+                q_out_stride_token,
+                q_out_stride_head,
+                q_scale_ptr,
+                HEADS,
+                BLOCK_HEADS,
+                NEOX,
+                QUERY_FP8,
+                FP8,
+                FP8_MAX,
+                ROUND,
+                ALIGN,
+            )

@@ -19,6 +19,7 @@ import torch
 
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels import launch
+from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments
 from dsafuse.target import Target
 
@@ -37,7 +38,7 @@ def why_not_here() -> str | None:
     return launch.why_not_here()
 
 
-def run(op: str, arguments: Arguments, config: OpConfig) -> None:
+def run(op: str, arguments: Arguments, config: Config) -> None:
     """Interpret the op's kernel, program after program."""
     with corrected_casts(), np.errstate(all="ignore"):
         launch.launch(op, arguments, config, interpreted_kernels())

@@ -1,9 +1,12 @@
-"""Provider `triton`: turns resolved arguments into one launch."""
+"""Provider `triton`: turns resolved arguments into one launch of `grids.prepare`.
+
+The kernel's parameters are grouped by role. A role that an op lacks passes None and 0, and its branch is not
+compiled; the groups of the roles that it has are read off the arguments.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +18,9 @@ import torch
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS, RopeStyle, Rounding, ScaleRule
-from dsafuse.ops.indexer import IndexerConfig
-from dsafuse.ops.mla import MlaConfig
-from dsafuse.registry import Arguments
+from dsafuse.ops.config import Config
+from dsafuse.ops.resolve import Named
+from dsafuse.registry import OPS, Arguments
 from dsafuse.target import Target
 
 VECTOR_BYTES = 16
@@ -26,19 +29,21 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How an op's grid is cut: query heads of one program, and its warps."""
+    """How a grid is cut: query heads of one program of each query role, and the warps of every program."""
 
     block_heads: int
+    index_block_heads: int
     num_warps: int
 
 
-PLANS: dict[tuple[str, str], LaunchPlan] = {
-    ("mla", "nvidia"): LaunchPlan(block_heads=4, num_warps=2),
-    ("mla", "amd"): LaunchPlan(block_heads=8, num_warps=2),
-    ("mla", "cpu"): LaunchPlan(block_heads=16, num_warps=1),
-    ("indexer", "nvidia"): LaunchPlan(block_heads=16, num_warps=2),
-    ("indexer", "amd"): LaunchPlan(block_heads=16, num_warps=2),
-    ("indexer", "cpu"): LaunchPlan(block_heads=16, num_warps=1),
+# Measured on an H200 at 1 to 8,192 tokens (benchmarks/results): a program has to move 6 KB or more, since the GPU
+# starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads.
+PLANS: dict[str, LaunchPlan] = {
+    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, num_warps=2),
+    # A wave of 64 threads is two warps. Not measured: no AMD GPU was at hand.
+    "amd": LaunchPlan(block_heads=8, index_block_heads=16, num_warps=2),
+    # Interpreted programs cost by the program, not by the element.
+    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, num_warps=1),
 }
 
 
@@ -56,142 +61,246 @@ def why_not_here() -> str | None:
     return None
 
 
-def run(op: str, arguments: Arguments, config: OpConfig) -> None:
+def run(op: str, arguments: Arguments, config: Config) -> None:
     """Launch the op's kernel on the tensors' device and current stream; no tokens, no launch."""
     from dsafuse.kernels import grids
 
     launch(op, arguments, config, grids)
 
 
-def launch(op: str, arguments: Arguments, config: OpConfig, grids: ModuleType) -> None:
+def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType) -> None:
     """Launch from a module of kernels: the compiled ones, or their interpreted twins."""
-    _LAUNCHERS[op](arguments, config, grids)
-
-
-def _mla(a: Arguments, config: MlaConfig, grids: ModuleType) -> None:
-    q_nope, q_pe, kv_c, k_pe, q_out = a["q_nope"], a["q_pe"], a["kv_c"], a["k_pe"], a["q_out"]
-    kv_cache, slots, table = a["kv_cache"], a["slot_mapping"], a["cos_sin_cache"]
-    tokens = q_nope.shape[0]
+    positions = arguments["positions"]
+    tokens = len(positions)
     if not tokens:
         return
-    target = Target.of(q_nope.device)
-    plan = PLANS["mla", target.vendor]
-    block_heads = min(plan.block_heads, next_power_of_two(config.heads))
-    grid = (tokens * (1 + -(-config.heads // block_heads)),)
-    with on_device_of(q_nope):
-        grids.mla[grid](
-            q_nope,
-            q_nope.stride(0),
-            q_nope.stride(1),
-            q_pe,
-            q_pe.stride(0),
-            q_pe.stride(1),
-            kv_c,
-            kv_c.stride(0),
-            k_pe,
-            k_pe.stride(0),
-            kv_cache,
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            slots,
-            slots.shape[0],
-            kv_cache.shape[0] * kv_cache.shape[1],
-            a["positions"],
-            table,
-            table.stride(0),
-            table.shape[0],
-            a["q_scale"],
-            a["k_scale"],
-            q_out,
-            q_out.stride(0),
-            q_out.stride(1),
-            HEADS=config.heads,
-            BLOCK_HEADS=block_heads,
-            BLOCK_SIZE=config.block_size,
-            LAYOUT=config.layout,
-            QUERY_FP8=config.query in FP8_FORMATS,
-            ALIGN=alignment(q_nope, q_pe, kv_c, k_pe, q_out, table),
-            CACHE_ALIGN=alignment(kv_cache, at_least=MLA_LAYOUTS[config.layout].alignment_bytes),
-            **numeric_constants(config),
-            **launch_options(target, plan.num_warps),
+    target = Target.of(positions.device)
+    index = Named(arguments, OPS[op].index_prefix)
+    constants = constants_of(config, target)
+    runtime = (
+        positions,
+        *(_table(arguments["cos_sin_cache"]) if config.latent_q or config.latent_kv else _ABSENT_TABLE),
+        *(_latent_q(arguments) if config.latent_q else _ABSENT_LATENT_Q),
+        *(_latent_kv(arguments, config.latent_kv.norm) if config.latent_kv else _ABSENT_LATENT_KV),
+        *(_norm_q(arguments) if config.norm_q else _ABSENT_NORM_Q),
+        *(_table(index["cos_sin_cache"]) if config.index_q or config.index_k else _ABSENT_TABLE),
+        *(_index_q(index) if config.index_q else _ABSENT_INDEX_Q),
+        *(_index_k(index) if config.index_k else _ABSENT_INDEX_K),
+    )
+    with on_device_of(positions):
+        grids.prepare[(tokens * programs_of_a_token(config, target),)](
+            *runtime, **constants, **alignments(arguments, index, config), **launch_options(target)
         )
 
 
-def _indexer(a: Arguments, config: IndexerConfig, grids: ModuleType) -> None:
-    q, k, weights, q_out, weights_out = a["q"], a["k"], a["weights"], a["q_out"], a["weights_out"]
-    kv_cache, slots, table = a["kv_cache"], a["slot_mapping"], a["cos_sin_cache"]
-    tokens = q.shape[0]
-    if not tokens:
-        return
-    target = Target.of(q.device)
-    plan = PLANS["indexer", target.vendor]
-    block_heads = min(plan.block_heads, next_power_of_two(config.heads))
-    grid = (tokens * (1 + -(-config.heads // block_heads)),)
-    layout = INDEXER_LAYOUTS[config.layout]
-    with on_device_of(q):
-        grids.indexer[grid](
-            q,
-            q.stride(0),
-            q.stride(1),
-            weights,
-            weights.stride(0),
-            k,
-            k.stride(0),
-            kv_cache,
-            kv_cache.stride(0),
-            slots,
-            slots.shape[0],
-            kv_cache.shape[0] * kv_cache.shape[1],
-            a["norm_weight"],
-            a["norm_bias"],
-            a["positions"],
-            table,
-            table.stride(0),
-            table.shape[0],
-            a["weights_scale"],
-            a["eps"],
-            q_out,
-            q_out.stride(0),
-            q_out.stride(1),
-            weights_out,
-            weights_out.stride(0),
-            HEADS=config.heads,
-            BLOCK_HEADS=block_heads,
-            BLOCK_SIZE=config.block_size,
-            UE8M0=config.scale_rule == ScaleRule.UE8M0,
-            ALIGN=alignment(q, k, q_out, table),
-            CACHE_ALIGN=alignment(kv_cache[:, 0], at_least=layout.alignment_bytes),
-            **numeric_constants(config),
-            **launch_options(target, plan.num_warps),
-        )
+def _table(table: torch.Tensor) -> tuple[Any, ...]:
+    return table, table.stride(0), table.shape[0]
 
 
-_LAUNCHERS: dict[str, Callable[[Arguments, Any, ModuleType], None]] = {
-    "fused_qk_rope_concat_and_cache_mla": _mla,
-    "indexer_qk_rope_quant_and_cache": _indexer,
-}
+_ABSENT_TABLE = (None, 0, 0)
 
 
-def numeric_constants(config: MlaConfig | IndexerConfig) -> dict[str, Any]:
-    """The constexprs of number formats and rounding."""
-    import triton.language as tl
+def _latent_q(a: Arguments) -> tuple[Any, ...]:
+    q_nope, q_pe, q_out = a["q_nope"], a["q_pe"], a["q_out"]
+    return (
+        q_nope,
+        q_nope.stride(0),
+        q_nope.stride(1),
+        q_pe,
+        q_pe.stride(0),
+        q_pe.stride(1),
+        q_out,
+        q_out.stride(0),
+        q_out.stride(1),
+        a["q_scale"],
+    )
 
-    fmt = FP8_FORMATS[config.fp8]
-    return {
-        "NEOX": config.rope_style == RopeStyle.NEOX,
-        "FP8": getattr(tl, fmt.triton_name),
-        "FP8_MAX": fmt.max,
-        "ROUND": config.rounding == Rounding.SPLIT,
-    }
+
+_ABSENT_LATENT_Q = (None, 0, 0, None, 0, 0, None, 0, 0, None)
+
+
+def _slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[Any, ...]:
+    return slots, slots.shape[0], cache.shape[0] * cache.shape[1]
+
+
+def _row(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return (None, 0) if tensor is None else (tensor, tensor.stride(0))
+
+
+def _latent_kv(a: Arguments, norm: bool) -> tuple[Any, ...]:
+    cache = a["kv_cache"]
+    normed = (
+        (a["kv_norm_weight"], a["kv_norm_eps"], *_row(a["kv_c_out"]), *_row(a["k_pe_out"])) if norm else _ABSENT_NORM
+    )
+    return (
+        *_row(a["kv_c"]),
+        *_row(a["k_pe"]),
+        cache,
+        cache.stride(0),
+        cache.stride(1),
+        *_slots(cache, a["slot_mapping"]),
+        a["k_scale"],
+        *normed,
+    )
+
+
+_ABSENT_NORM = (None, 0.0, None, 0, None, 0)
+_ABSENT_LATENT_KV = (None, 0, None, 0, None, 0, 0, None, 0, 0, None, *_ABSENT_NORM)
+
+
+def _norm_q(a: Arguments) -> tuple[Any, ...]:
+    return (
+        *_row(a["q_c"]),
+        a["q_norm_weight"],
+        a["q_norm_eps"],
+        *_row(a["q_c_out"]),
+        *_row(a["topk_indices"]),
+    )
+
+
+_ABSENT_NORM_Q = (None, 0, None, 0.0, None, 0, None, 0)
+
+
+def _index_q(n: Named) -> tuple[Any, ...]:
+    q, q_out = n["q"], n["q_out"]
+    return (
+        q,
+        q.stride(0),
+        q.stride(1),
+        *_row(n["weights"]),
+        n["weights_scale"],
+        q_out,
+        q_out.stride(0),
+        q_out.stride(1),
+        *_row(n["weights_out"]),
+    )
+
+
+_ABSENT_INDEX_Q = (None, 0, 0, None, 0, 0.0, None, 0, 0, None, 0)
+
+
+def _index_k(n: Named) -> tuple[Any, ...]:
+    cache = n["kv_cache"]
+    return (
+        *_row(n["k"]),
+        n["norm_weight"],
+        n["norm_bias"],
+        n["eps"],
+        *_row(cache),
+        *_slots(cache, n["slot_mapping"]),
+    )
+
+
+_ABSENT_INDEX_K = (None, 0, None, None, 0.0, None, 0, None, 0, 0)
+
+
+def head_block(most: int, heads: int) -> int:
+    """Heads of one program: `most`, or the power of two that holds them all if that is less."""
+    return min(most, 1 << max(heads - 1, 0).bit_length())
+
+
+def programs_of_a_token(config: Config, target: Target) -> int:
+    """Parts that `grids.prepare` cuts a token's work into."""
+    plan = PLANS[target.vendor]
+    rows = sum(role is not None for role in (config.index_k, config.latent_kv, config.norm_q))
+    for role, most in ((config.index_q, plan.index_block_heads), (config.latent_q, plan.block_heads)):
+        if role is not None:
+            rows += -(-role.heads // head_block(most, role.heads))
+    return rows
 
 
 @cache
-def launch_options(target: Target, num_warps: int) -> dict[str, Any]:
+def constants_of(config: Config, target: Target) -> dict[str, Any]:
+    """The compile-time constants that follow from the configuration alone."""
+    import triton.language as tl
+
+    plan, fmt = PLANS[target.vendor], FP8_FORMATS[config.fp8]
+    constants: dict[str, Any] = {
+        **_ABSENT_CONSTANTS,
+        "FP8": getattr(tl, fmt.triton_name),
+        "FP8_MAX": fmt.max,
+        "ROUND": config.rounding == Rounding.SPLIT,
+        "PDL": target.dependent_launch,
+    }
+    if (latent_q := config.latent_q) is not None:
+        constants["HEADS"] = latent_q.heads
+        constants["BLOCK_HEADS"] = head_block(plan.block_heads, latent_q.heads)
+        constants["NEOX"] = latent_q.rope_style == RopeStyle.NEOX
+        constants["QUERY_FP8"] = latent_q.query in FP8_FORMATS
+    if (latent_kv := config.latent_kv) is not None:
+        constants["LATENT_KV"] = 1
+        constants["LAYOUT"] = latent_kv.layout
+        constants["BLOCK_SIZE"] = latent_kv.block_size
+        constants["KV_NORM"] = latent_kv.norm
+        constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
+    if (norm_q := config.norm_q) is not None:
+        constants["NORM_Q"] = 1
+        constants["Q_WIDTH"] = norm_q.width
+        constants["TOPK"] = norm_q.topk
+    if (index_q := config.index_q) is not None:
+        constants["INDEX_HEADS"] = index_q.heads
+        constants["INDEX_BLOCK_HEADS"] = head_block(plan.index_block_heads, index_q.heads)
+        constants["INDEX_NEOX"] = index_q.rope_style == RopeStyle.NEOX
+        constants["UE8M0"] = index_q.scale_rule == ScaleRule.UE8M0
+    if (index_k := config.index_k) is not None:
+        constants["INDEX_K"] = 1
+        constants["INDEX_BLOCK_SIZE"] = index_k.block_size
+        constants["INDEX_NEOX"] = index_k.rope_style == RopeStyle.NEOX
+        constants["UE8M0"] = index_k.scale_rule == ScaleRule.UE8M0
+    return constants
+
+
+_ABSENT_CONSTANTS = {
+    "INDEX_K": 0,
+    "LATENT_KV": 0,
+    "NORM_Q": 0,
+    "INDEX_HEADS": 0,
+    "INDEX_BLOCK_HEADS": 1,
+    "HEADS": 0,
+    "BLOCK_HEADS": 1,
+    "LAYOUT": None,
+    "BLOCK_SIZE": 1,
+    "KV_NORM": False,
+    "NEOX": False,
+    "QUERY_FP8": False,
+    "Q_WIDTH": 1,
+    "TOPK": 0,
+    "INDEX_BLOCK_SIZE": 1,
+    "INDEX_NEOX": False,
+    "UE8M0": False,
+}
+
+
+@cache
+def launch_options(target: Target) -> dict[str, Any]:
     """Compiler and launch options. launch_pdl is unknown to ROCm's backend, False included."""
-    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False, "PDL": target.dependent_launch}
+    options: dict[str, Any] = {"num_warps": PLANS[target.vendor].num_warps, "enable_fp_fusion": False}
     if target.dependent_launch:
         options["launch_pdl"] = True
     return options
+
+
+_VECTORISED = (
+    *("q_nope", "q_pe", "q_out", "kv_c", "k_pe", "cos_sin_cache", "kv_norm_weight", "kv_c_out", "k_pe_out"),
+    *("q_c", "q_norm_weight", "q_c_out", "topk_indices"),
+)
+_INDEX_VECTORISED = ("q", "k", "q_out", "cos_sin_cache")
+
+
+def alignments(a: Arguments, index: Named, config: Config) -> dict[str, int]:
+    """How far the rows of inputs and outputs, and those of each cache, are aligned."""
+    names = [name for name in _VECTORISED if name in a]
+    if config.index_q or config.index_k:
+        names += [name for name in map(index.name, _INDEX_VECTORISED) if name in a]
+    rows = alignment(*(a[name] for name in names if a[name] is not None))
+    cache_align = index_cache_align = 1
+    if config.latent_kv:
+        least = MLA_LAYOUTS[config.latent_kv.layout].alignment_bytes
+        cache_align = alignment(a["kv_cache"], at_least=least)
+    if config.index_k:
+        least = INDEXER_LAYOUTS[config.index_k.layout].alignment_bytes
+        index_cache_align = alignment(index["kv_cache"][:, 0], at_least=least)
+    return {"ALIGN": rows, "CACHE_ALIGN": cache_align, "INDEX_CACHE_ALIGN": index_cache_align}
 
 
 def alignment(*tensors: torch.Tensor, at_least: int = 1) -> int:
@@ -204,11 +313,6 @@ def alignment(*tensors: torch.Tensor, at_least: int = 1) -> int:
         if bits % VECTOR_BYTES:
             return at_least
     return VECTOR_BYTES
-
-
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two >= n."""
-    return 1 << (n - 1).bit_length()
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

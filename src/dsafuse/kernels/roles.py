@@ -6,6 +6,7 @@ bytes, else 1; caches carry an alignment of their own, since block_size 1 puts a
 
 import triton
 import triton.language as tl
+from triton.language.standard import _sum_combine
 
 from dsafuse import layouts, numerics
 from dsafuse.kernels.tiles import (
@@ -88,6 +89,47 @@ def latent_q(
 
 
 @triton.jit
+def rms_norm(x, weight, eps, WIDTH: tl.constexpr):
+    """(x / sqrt(mean(x * x) + eps)) * weight over all of the tile, fp32; WIDTH counts its real elements."""
+    square_sum = tl.reduce(row_sum(x * x), 0, _sum_combine)
+    return x * tl.div_rn(1.0, tl.sqrt_rn(square_sum * (1.0 / WIDTH) + eps)) * weight
+
+
+@triton.jit
+def norm_q(
+    token,
+    q_c_ptr,
+    q_c_stride,
+    weight_ptr,
+    eps,
+    q_c_out_ptr,
+    q_c_out_stride,
+    topk_ptr,
+    topk_stride,
+    WIDTH: tl.constexpr,
+    TOPK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """RMSNorm of one q_c row; -1 in the token's row of top-k indices."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = None if BLOCK == WIDTH else column < WIDTH
+    x = load_row_tile(q_c_ptr, token * q_c_stride + column, mask, ALIGN)
+    weight = load_row_tile(weight_ptr, column, mask, ALIGN).to(tl.float32)
+    if TOPK:
+        TOPK_BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
+        entry = tl.arange(0, TOPK_BLOCK)[None, :]
+        entry_mask = None if TOPK_BLOCK == TOPK else entry < TOPK
+        cleared = tl.full((1, TOPK_BLOCK), -1, tl.int32)
+        store_row_tile(topk_ptr, token * topk_stride + entry, cleared, entry_mask, ALIGN)
+    wide = x.to(tl.float32)
+    if BLOCK != WIDTH:
+        wide = tl.where(mask, wide, 0.0)
+    y = rms_norm(wide, weight, eps, WIDTH)
+    store_row_tile(q_c_out_ptr, token * q_c_out_stride + column, y.to(q_c_out_ptr.dtype.element_ty), mask, ALIGN)
+
+
+@triton.jit
 def latent_columns(LAYOUT: tl.constexpr):
     """The 512 latent dims as the tile that LAYOUT quantises: one row, or one row for each scale."""
     ROWS: tl.constexpr = LATENT // LATENT_TILE if LAYOUT == "fp8_ds_mla" else 1
@@ -112,13 +154,13 @@ def store_latent_row(
     FP8_MAX: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """Write one MLA cache row from its latent (activation dtype) and its rotated fp32 pairs."""
+    """Write one MLA cache row from its latent (activation dtype or fp32) and its rotated fp32 pairs."""
     row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
     column = latent_columns(LAYOUT)
     one = tl.arange(0, 1)[:, None]
     if LAYOUT == "plain":
-        dtype: tl.constexpr = latent.dtype
-        store_row_tile(cache_ptr, row + column, latent, None, CACHE_ALIGN)
+        dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        store_row_tile(cache_ptr, row + column, latent.to(dtype), None, CACHE_ALIGN)
         store_pairs(cache_ptr, row + LATENT + one, x1.to(dtype), x2.to(dtype), None, NEOX, CACHE_ALIGN)
     else:
         bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
@@ -159,8 +201,15 @@ def latent_kv(
     slot_count,
     capacity,
     k_scale_ptr,
+    norm_weight_ptr,
+    norm_eps,
+    kv_c_out_ptr,
+    kv_c_out_stride,
+    k_pe_out_ptr,
+    k_pe_out_stride,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    NORM: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -168,15 +217,27 @@ def latent_kv(
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """One row of the MLA cache: concat(kv_c, rotate(k_pe)) as LAYOUT stores it."""
+    """One row of the MLA cache: concat([rms_norm](kv_c), rotate(k_pe)) as LAYOUT stores it."""
     # All loads come before the branch on the slot, so that they are in flight together.
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
     one = tl.arange(0, 1)[:, None]
     k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride + one, None, NEOX, ALIGN)
     cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
-    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + latent_columns(LAYOUT), None, ALIGN)
+    column = latent_columns(LAYOUT)
+    kv_c = load_row_tile(kv_c_ptr, token * kv_c_stride + column, None, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
+    if NORM:
+        weight = load_row_tile(norm_weight_ptr, column, None, ALIGN).to(tl.float32)
+        normed = rms_norm(kv_c.to(tl.float32), weight, norm_eps, LATENT)
+        latent = normed.to(kv_c.dtype) if ROUND else normed
+    else:
+        latent = kv_c
+    if kv_c_out_ptr is not None:
+        store_row_tile(kv_c_out_ptr, token * kv_c_out_stride + column, latent.to(kv_c.dtype), None, ALIGN)
+    if k_pe_out_ptr is not None:
+        rows = token * k_pe_out_stride + one
+        store_pairs(k_pe_out_ptr, rows, x1.to(k1.dtype), x2.to(k1.dtype), None, NEOX, ALIGN)
     if live:
         store_latent_row(
             latent,

@@ -7,103 +7,68 @@ from typing import Any
 import torch
 
 from dsafuse.kernels import chain
-from dsafuse.kernels.launch import (
-    PLANS,
-    alignment,
-    launch_options,
-    next_power_of_two,
-    numeric_constants,
-    on_device_of,
-)
+from dsafuse.kernels.launch import PLANS, alignment, head_block, launch_options, on_device_of
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
-from dsafuse.numerics import RopeStyle, ScaleRule
-from dsafuse.ops.indexer import IndexerConfig
-from dsafuse.ops.mla import MlaConfig
+from dsafuse.numerics import FP8_FORMATS, RopeStyle, ScaleRule
+from dsafuse.ops.config import Config, IndexQ
 from dsafuse.target import Target
 
 FOLD_BLOCK = 1024
-KEY_WARPS = 1
 
 
-def _head_blocks(family: str, heads: int, tensor: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """Programs for each token, and the constexprs and options that cut heads as the fused kernel does."""
+def _options(tensor: torch.Tensor) -> dict[str, Any]:
     target = Target.of(tensor.device)
-    plan = PLANS[family, target.vendor]
-    block_heads = min(plan.block_heads, next_power_of_two(heads))
-    options = launch_options(target, plan.num_warps)
-    return -(-heads // block_heads), {"HEADS": heads, "BLOCK_HEADS": block_heads, **options}
+    return {**launch_options(target), "PDL": target.dependent_launch}
 
 
-def _options(tensor: torch.Tensor, num_warps: int) -> dict[str, Any]:
-    return launch_options(Target.of(tensor.device), num_warps)
+def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, Any]]:
+    """Programs for each token, and the constants that cut heads as the fused kernel does."""
+    block = head_block(getattr(PLANS[Target.of(tensor.device).vendor], role), heads)
+    return -(-heads // block), {"HEADS": heads, "BLOCK_HEADS": block}
 
 
-def _numbers(config: MlaConfig | IndexerConfig, *names: str) -> dict[str, Any]:
-    constants = numeric_constants(config)
-    return {name: constants[name] for name in names}
+def _format(dtype: torch.dtype) -> dict[str, Any]:
+    import triton.language as tl
+
+    fmt = FP8_FORMATS[dtype]
+    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max}
 
 
-def _rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_rot: torch.Tensor,
-    k_rot: torch.Tensor,
+def rotate(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    q_rot: torch.Tensor | None,
+    k_rot: torch.Tensor | None,
     positions: torch.Tensor,
     table: torch.Tensor,
-    family: str,
-    config: MlaConfig | IndexerConfig,
+    rope_style: str,
 ) -> None:
-    blocks, options = _head_blocks(family, config.heads, q)
-    tokens = len(q)
-    with on_device_of(q):
-        chain.rotate_heads_and_key[(tokens * (1 + blocks),)](
+    """RoPE of the leading dims of a query [tokens, heads, ...] and of a key [tokens, ...]; either may be absent."""
+    blocks, cut = _cut(q.shape[1], q, "index_block_heads") if q is not None else (0, {"HEADS": 0, "BLOCK_HEADS": 1})
+    key = int(k is not None)
+    with on_device_of(positions):
+        chain.rotate_heads_and_key[(len(positions) * (key + blocks),)](
             q,
-            q.stride(0),
-            q.stride(1),
+            *((0, 0) if q is None else q.stride()[:2]),
             k,
-            k.stride(0),
+            0 if k is None else k.stride(0),
             q_rot,
             k_rot,
             positions,
             table,
             table.stride(0),
             table.shape[0],
-            tokens,
-            NEOX=config.rope_style == RopeStyle.NEOX,
-            ALIGN=alignment(q, k, table),
-            **options,
+            KEY=key,
+            NEOX=rope_style == RopeStyle.NEOX,
+            ALIGN=alignment(table, *(x for x in (q, k) if x is not None)),
+            **cut,
+            **_options(positions),
         )
 
 
-def rotate_latent(
-    q_pe: torch.Tensor,
-    k_pe: torch.Tensor,
-    q_rot: torch.Tensor,
-    k_rot: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    config: MlaConfig,
-) -> None:
-    """RoPE of q_pe and k_pe."""
-    _rotate(q_pe, k_pe, q_rot, k_rot, positions, table, "mla", config)
-
-
-def rotate_index(
-    q: torch.Tensor,
-    k_norm: torch.Tensor,
-    q_rot: torch.Tensor,
-    k_rot: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    config: IndexerConfig,
-) -> None:
-    """RoPE of the leading dims of q and of the normed key."""
-    _rotate(q, k_norm, q_rot, k_rot, positions, table, "indexer", config)
-
-
-def concat_query(q_nope: torch.Tensor, q_rot: torch.Tensor, query: torch.Tensor, config: MlaConfig) -> None:
+def concat_query(q_nope: torch.Tensor, q_rot: torch.Tensor, query: torch.Tensor) -> None:
     """query[:, :heads] = concat(q_nope, q_rot)."""
-    blocks, options = _head_blocks("mla", config.heads, q_nope)
+    blocks, cut = _cut(q_nope.shape[1], q_nope, "block_heads")
     with on_device_of(q_nope):
         chain.concat_query[(len(q_nope) * blocks,)](
             q_nope,
@@ -114,13 +79,14 @@ def concat_query(q_nope: torch.Tensor, q_rot: torch.Tensor, query: torch.Tensor,
             query.stride(0),
             query.stride(1),
             ALIGN=alignment(q_nope, query),
-            **options,
+            **cut,
+            **_options(q_nope),
         )
 
 
-def quantise_query(query: torch.Tensor, q_scale: torch.Tensor, q_out: torch.Tensor, config: MlaConfig) -> None:
+def quantise_query(query: torch.Tensor, q_scale: torch.Tensor, q_out: torch.Tensor) -> None:
     """q_out[:, :heads] = fp8(query / q_scale)."""
-    blocks, options = _head_blocks("mla", config.heads, query)
+    blocks, cut = _cut(query.shape[1], query, "block_heads")
     with on_device_of(query):
         chain.quantise_query[(len(query) * blocks,)](
             query,
@@ -129,24 +95,27 @@ def quantise_query(query: torch.Tensor, q_scale: torch.Tensor, q_out: torch.Tens
             q_out.stride(0),
             q_out.stride(1),
             ALIGN=alignment(q_out),
-            **_numbers(config, "FP8", "FP8_MAX"),
-            **options,
+            **cut,
+            **_format(q_out.dtype),
+            **_options(query),
         )
 
 
 def write_latent(
-    kv_c: torch.Tensor,
+    latent: torch.Tensor,
     k_rot: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
-    config: MlaConfig,
+    config: Config,
 ) -> None:
-    """kv_cache[slot] = quantise(concat(kv_c, k_rot))."""
-    with on_device_of(kv_c):
-        chain.write_latent[(len(kv_c),)](
-            kv_c,
-            kv_c.stride(0),
+    """kv_cache[slot] = quantise(concat(latent, k_rot))."""
+    role = config.latent_kv
+    assert role is not None
+    with on_device_of(latent):
+        chain.write_latent[(len(latent),)](
+            latent,
+            latent.stride(0),
             k_rot,
             kv_cache,
             kv_cache.stride(0),
@@ -155,30 +124,50 @@ def write_latent(
             slot_mapping.shape[0],
             kv_cache.shape[0] * kv_cache.shape[1],
             k_scale,
-            BLOCK_SIZE=config.block_size,
-            LAYOUT=config.layout,
-            ALIGN=alignment(kv_c),
-            CACHE_ALIGN=alignment(kv_cache, at_least=MLA_LAYOUTS[config.layout].alignment_bytes),
-            **_numbers(config, "NEOX", "FP8", "FP8_MAX"),
-            **_options(kv_c, KEY_WARPS),
+            BLOCK_SIZE=role.block_size,
+            LAYOUT=role.layout,
+            NEOX=role.rope_style == RopeStyle.NEOX,
+            ALIGN=alignment(latent),
+            CACHE_ALIGN=alignment(kv_cache, at_least=MLA_LAYOUTS[role.layout].alignment_bytes),
+            **_format(config.fp8),
+            **_options(latent),
         )
 
 
-def norm_key(
-    k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor, _: IndexerConfig
-) -> None:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """out = rms_norm(x)."""
+    with on_device_of(x):
+        chain.normalise[(len(x),)](
+            x,
+            x.stride(0),
+            weight,
+            eps,
+            out,
+            out.stride(0),
+            WIDTH=x.shape[1],
+            ALIGN=alignment(x, weight, out),
+            **_options(x),
+        )
+
+
+def clear_topk(topk_indices: torch.Tensor, tokens: int) -> None:
+    """topk_indices[:tokens] = -1: torch's own fill is one launch and well made."""
+    topk_indices[:tokens].fill_(-1)
+
+
+def norm_key(k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor) -> None:
     """k_norm = layer_norm(k)."""
     with on_device_of(k):
         chain.norm_key[(len(k),)](
-            k, k.stride(0), weight, bias, eps, k_norm, NEOX=False, ALIGN=alignment(k), **_options(k, KEY_WARPS)
+            k, k.stride(0), weight, bias, eps, k_norm, NEOX=True, ALIGN=alignment(k), **_options(k)
         )
 
 
 def quantise_index_query(
-    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, config: IndexerConfig
+    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, role: IndexQ
 ) -> None:
     """(q_out, scales) = quantise(concat(q_rot, rest of q)), one scale a head."""
-    blocks, options = _head_blocks("indexer", config.heads, q)
+    blocks, cut = _cut(role.heads, q, "index_block_heads")
     with on_device_of(q):
         chain.quantise_index_query[(len(q) * blocks,)](
             q,
@@ -189,10 +178,12 @@ def quantise_index_query(
             q_out.stride(0),
             q_out.stride(1),
             scales,
-            UE8M0=config.scale_rule == ScaleRule.UE8M0,
+            NEOX=role.rope_style == RopeStyle.NEOX,
+            UE8M0=role.scale_rule == ScaleRule.UE8M0,
             ALIGN=alignment(q, q_out),
-            **_numbers(config, "NEOX", "FP8", "FP8_MAX"),
-            **options,
+            **cut,
+            **_format(q_out.dtype),
+            **_options(q),
         )
 
 
@@ -210,19 +201,16 @@ def fold_weights(weights: torch.Tensor, scales: torch.Tensor, weights_scale: flo
             tokens * heads,
             HEADS=heads,
             BLOCK=FOLD_BLOCK,
-            **_options(weights, 4),
+            **_options(weights),
         )
 
 
 def write_key(
-    k_norm: torch.Tensor,
-    k_rot: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    config: IndexerConfig,
+    k_norm: torch.Tensor, k_rot: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, config: Config
 ) -> None:
     """kv_cache[slot] = quantise(concat(k_rot, rest of k_norm)), one scale a row."""
-    layout = INDEXER_LAYOUTS[config.layout]
+    role = config.index_k
+    assert role is not None
     with on_device_of(k_norm):
         chain.write_key[(len(k_norm),)](
             k_norm,
@@ -232,9 +220,10 @@ def write_key(
             slot_mapping,
             slot_mapping.shape[0],
             kv_cache.shape[0] * kv_cache.shape[1],
-            BLOCK_SIZE=config.block_size,
-            UE8M0=config.scale_rule == ScaleRule.UE8M0,
-            CACHE_ALIGN=alignment(kv_cache[:, 0], at_least=layout.alignment_bytes),
-            **_numbers(config, "NEOX", "FP8", "FP8_MAX"),
-            **_options(k_norm, KEY_WARPS),
+            BLOCK_SIZE=role.block_size,
+            NEOX=role.rope_style == RopeStyle.NEOX,
+            UE8M0=role.scale_rule == ScaleRule.UE8M0,
+            CACHE_ALIGN=alignment(kv_cache[:, 0], at_least=INDEXER_LAYOUTS[role.layout].alignment_bytes),
+            **_format(config.fp8),
+            **_options(k_norm),
         )

@@ -80,14 +80,19 @@ def expect_activations(tensors: dict[str, torch.Tensor]) -> torch.dtype:
     return lead.dtype
 
 
-def expect_addresses(tokens: int, positions: Any, slot_mapping: Any) -> None:
-    """Integer vectors: a position for every token, a slot for at most as many."""
-    for name, value in (("positions", positions), ("slot_mapping", slot_mapping)):
-        tensor = expect_tensor(name, value)
-        expect_dtype(name, tensor, INTEGER_DTYPES)
-        expect_shape(name, tensor, tokens=tokens if name == "positions" else None)
-    if slot_mapping.shape[0] > tokens:
-        raise ValueError(f"slot_mapping: got {slot_mapping.shape[0]} slots, expected at most tokens={tokens}")
+def expect_positions(tokens: int, positions: Any) -> None:
+    """A position for every token."""
+    expect_dtype("positions", expect_tensor("positions", positions), INTEGER_DTYPES)
+    expect_shape("positions", positions, tokens=tokens)
+
+
+def expect_slots(name: str, value: Any, tokens: int) -> None:
+    """A slot for every token, or for fewer."""
+    slots = expect_tensor(name, value)
+    expect_dtype(name, slots, INTEGER_DTYPES)
+    expect_shape(name, slots, tokens=None)
+    if slots.shape[0] > tokens:
+        raise ValueError(f"{name}: got {slots.shape[0]} slots, expected at most tokens={tokens}")
 
 
 def expect_rope_table(name: str, value: Any, rope_dim: int, tokens: int) -> None:
@@ -129,9 +134,9 @@ def expect_fp8_dtype(fp8_dtype: Any, tensors: dict[str, torch.dtype | None]) -> 
             raise ValueError(f"{name}: got {dtype}, expected fp8_dtype={fp8_dtype}")
 
 
-def expect_cache(cache: torch.Tensor, layout: CacheLayout, activation: torch.dtype) -> None:
+def expect_cache(argument: str, cache: torch.Tensor, layout: CacheLayout, activation: torch.dtype) -> None:
     """`[blocks, block_size, row]` that a layout's rows fit into, aligned as its scales need."""
-    name = f"kv_cache ({layout.name})"
+    name = f"{argument} ({layout.name})"
     byte_cache = layout.has_fp8
     expect_dtype(name, cache, (torch.uint8, *FP8_FORMATS) if byte_cache else (activation,))
     expect_shape(name, cache, blocks=None, block_size=None, row=None)

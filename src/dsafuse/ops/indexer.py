@@ -2,112 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, ROPE_DIM
-from dsafuse.numerics import RopeStyle, Rounding, ScaleRule
-from dsafuse.ops import roles
-from dsafuse.ops.arguments import (
-    FLOAT_DTYPES,
-    expect_activations,
-    expect_addresses,
-    expect_cache,
-    expect_disjoint,
-    expect_dtype,
-    expect_finite,
-    expect_fp8_dtype,
-    expect_member,
-    expect_output,
-    expect_rope_table,
-    expect_same_device,
-    expect_shape,
-    expect_tensor,
-)
+from dsafuse.layouts import INDEX_DIM
+from dsafuse.numerics import Rounding
+from dsafuse.ops import resolve, roles
+from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments, Shapes, fused_op
 
 
-@dataclass(frozen=True, slots=True)
-class IndexerConfig:
-    """Static facts of a call: what gates look at, and what a kernel is specialised for."""
-
-    heads: int
-    activation: torch.dtype
-    layout: str
-    fp8: torch.dtype
-    block_size: int
-    rope_style: str
-    scale_rule: str
-    rounding: str
-
-    @property
-    def fp8_formats(self) -> frozenset[torch.dtype]:
-        """The fp8 formats that the call writes."""
-        return frozenset({self.fp8})
-
-
-def _outputs(a: Arguments) -> Shapes:
-    tokens, heads = a["q"].shape[:2]
+def index_shapes(a: Arguments, prefix: str = "") -> Shapes:
+    """The outputs of the index query role; none on a layer without an indexer."""
+    n = resolve.Named(a, prefix)
+    if n["q"] is None:
+        return {}
+    tokens, heads = n["q"].shape[:2]
     return {
-        "q_out": ((tokens, heads, INDEX_DIM), a["fp8_dtype"]),
-        "weights_out": ((tokens, heads), torch.float32),
+        n.name("q_out"): ((tokens, heads, INDEX_DIM), a["fp8_dtype"]),
+        n.name("weights_out"): ((tokens, heads), torch.float32),
     }
 
 
-def _resolve(a: Arguments) -> IndexerConfig:
-    q, k, weights = (expect_tensor(name, a[name]) for name in ("q", "k", "weights"))
-    expect_shape("q", q, tokens=None, heads=None, dim=INDEX_DIM)
-    tokens, heads = q.shape[:2]
-    expect_shape("k", k, tokens=tokens, dim=INDEX_DIM)
-    activation = expect_activations({"q": q, "k": k})
-    expect_shape("weights", weights, tokens=tokens, heads=heads)
-    expect_dtype("weights", weights, FLOAT_DTYPES)
-    for name in ("norm_weight", "norm_bias"):
-        parameter = expect_tensor(name, a[name])
-        expect_dtype(name, parameter, FLOAT_DTYPES)
-        expect_shape(name, parameter, dim=INDEX_DIM)
-    expect_addresses(tokens, a["positions"], a["slot_mapping"])
-    expect_rope_table("cos_sin_cache", a["cos_sin_cache"], ROPE_DIM, tokens)
-    a["eps"] = expect_finite("eps", a["eps"])
-    a["weights_scale"] = expect_finite("weights_scale", a["weights_scale"])
-    for name, kind in (("rope_style", RopeStyle), ("scale_rule", ScaleRule), ("rounding", Rounding)):
-        a[name] = expect_member(name, a[name], kind).value
-    if a["kv_layout"] not in INDEXER_LAYOUTS:
-        raise ValueError(f"kv_layout: got {a['kv_layout']!r}, expected one of {', '.join(INDEXER_LAYOUTS)}")
-    kv_cache = expect_tensor("kv_cache", a["kv_cache"])
-    expect_cache(kv_cache, INDEXER_LAYOUTS[a["kv_layout"]], activation)
-
-    given = {name: a[name] for name in ("q_out", "weights_out") if a[name] is not None}
-    expect_fp8_dtype(a["fp8_dtype"], {"kv_cache": kv_cache.dtype})
-    if "q_out" in given:
-        q_out = expect_output("q_out", a["q_out"], heads, tokens=tokens, heads=None, dim=INDEX_DIM)
-        expect_dtype("q_out", q_out, (a["fp8_dtype"],))
-    if "weights_out" in given:
-        weights_out = expect_output("weights_out", a["weights_out"], heads, tokens=tokens, heads=None)
-        expect_dtype("weights_out", weights_out, (torch.float32,))
-    names = ("q", "weights", "k", "kv_cache", "slot_mapping", "norm_weight", "norm_bias", "positions", "cos_sin_cache")
-    inputs = {name: a[name] for name in names}
-    expect_same_device({**inputs, **given})
-    expect_disjoint(given, inputs)
-    for name, (shape, dtype) in _outputs(a).items():
-        if a[name] is None:
-            a[name] = q.new_empty(shape, dtype=dtype)
-    return IndexerConfig(
-        heads,
-        activation,
-        a["kv_layout"],
-        a["fp8_dtype"],
-        kv_cache.shape[1],
-        a["rope_style"],
-        a["scale_rule"],
-        a["rounding"],
-    )
+def _resolve(a: Arguments) -> Config:
+    n = resolve.Named(a)
+    rounding = n.member("rounding", Rounding)
+    index_q = resolve.index_q(n)
+    resolve.same_tokens(a, "q", "k")
+    index_k = resolve.index_k(n)
+    activation = resolve.activation_of(a, "q", "k")
+    resolve.together(a, ("q_out", "weights_out"))
+    resolve.allocate(a, index_shapes(a), a["q"])
+    return Config(activation, a["fp8_dtype"], rounding, index_q=index_q, index_k=index_k)
 
 
 @fused_op(
     resolve=_resolve,
-    outputs=_outputs,
+    outputs=index_shapes,
     output_names=("q_out", "weights_out"),
     families=frozenset({"indexer"}),
 )

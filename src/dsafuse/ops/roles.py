@@ -75,19 +75,49 @@ def latent_kv(
     k_scale: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     rounding: str,
+    norm: tuple[torch.Tensor, float] | None = None,
+    kv_c_out: torch.Tensor | None = None,
+    k_pe_out: torch.Tensor | None = None,
 ) -> None:
-    """kv_cache[slot] = quantise(concat(kv_c, rotate(k_pe)))."""
+    """kv_cache[slot] = quantise(concat([rms_norm](kv_c), rotate(k_pe))); norm is (weight, eps)."""
+    activation = kv_c.dtype
     rotated = rotate_leading(k_pe.reshape(len(k_pe), ROPE_DIM), cos_sin_cache, positions, rope_style, rounding)
-    rows = store_latent(kv_c, rotated, kv_layout, k_scale, FP8_FORMATS[fp8_dtype])
-    write_rows(kv_cache, MLA_LAYOUTS[kv_layout], slot_mapping, rows, kv_c.dtype)
+    if norm is not None:
+        kv_c = numerics.rms_norm(kv_c.float(), *norm)
+        if rounding == Rounding.SPLIT:
+            kv_c = kv_c.to(activation)
+    if kv_c_out is not None:
+        kv_c_out.copy_(kv_c)
+    if k_pe_out is not None:
+        k_pe_out.copy_(rotated)
+    rows = store_latent(kv_c, rotated, kv_layout, k_scale, FP8_FORMATS[fp8_dtype], activation)
+    write_rows(kv_cache, MLA_LAYOUTS[kv_layout], slot_mapping, rows, activation)
+
+
+def norm_q(
+    q_c: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    q_c_out: torch.Tensor,
+    topk_indices: torch.Tensor | None,
+) -> None:
+    """q_c_out = rms_norm(q_c); topk_indices[:tokens] = -1."""
+    q_c_out.copy_(numerics.rms_norm(q_c.float(), norm_weight, eps))
+    if topk_indices is not None:
+        topk_indices[: len(q_c)] = -1
 
 
 def store_latent(
-    kv_c: torch.Tensor, rotated: torch.Tensor, kv_layout: str, k_scale: torch.Tensor | None, fmt: Fp8Format
+    kv_c: torch.Tensor,
+    rotated: torch.Tensor,
+    kv_layout: str,
+    k_scale: torch.Tensor | None,
+    fmt: Fp8Format,
+    activation: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """The fields of an MLA cache row in their stored dtypes, from the latent and the fp32 rotated key."""
     if kv_layout == "plain":
-        return {"latent": kv_c, "rope": rotated.to(kv_c.dtype)}
+        return {"latent": kv_c.to(activation), "rope": rotated.to(activation)}
     if kv_layout == "fp8":
         assert k_scale is not None
         inverse = numerics.reciprocal(k_scale.reshape(()))
