@@ -71,6 +71,11 @@ def test_bf16_is_served_fused(runs: Runs) -> None:
     assert [len(tokens) for tokens in result["tokens"]] == [MAX_TOKENS] * 3
 
 
+def test_a_traced_model_gives_the_same_tokens(runs: Runs) -> None:
+    assert runs["changed"]["v32, compiled"]["tokens"] == runs["unfused"]["v32"]["tokens"]
+    assert "Detected eager backend, disabling AOT compile" in runs.log("changed")  # so it was traced
+
+
 @pytest.mark.parametrize("run", ["unfused", "fused"])
 def test_chunked_prefill_and_prefix_caching_change_nothing(runs: Runs, run: str) -> None:
     """With attention over the whole context. A smaller top-k may tip: another GEMM shape rounds otherwise."""

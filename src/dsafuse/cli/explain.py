@@ -15,8 +15,9 @@ from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
 from dsafuse.models import MODELS, ModelShape
-from dsafuse.ops.indexer import IndexerConfig, indexer_qk_rope_quant_and_cache
-from dsafuse.ops.mla import MlaConfig, fused_qk_rope_concat_and_cache_mla
+from dsafuse.ops.config import indexer_config, mla_config
+from dsafuse.ops.indexer import indexer_qk_rope_quant_and_cache
+from dsafuse.ops.mla import fused_qk_rope_concat_and_cache_mla
 from dsafuse.target import Target
 
 MAX_BLOCK_SIZE = 4096
@@ -68,11 +69,11 @@ def _decisions(meaning: Meaning, shape: ModelShape, heads: int, where: Target, b
     fp8, activation = _fp8(where), torch.bfloat16
     query = fp8 if meaning.query == "fp8" else activation
     rope, rounding = shape.mla_rope_style.value, "split"
-    mla = MlaConfig(heads, activation, query, meaning.layout, fp8, block_size, rope, rounding)
+    mla = mla_config(heads, activation, query, meaning.layout, fp8, block_size, rope, rounding)
     found = [fused_qk_rope_concat_and_cache_mla.choose(mla, where)]
     if meaning.indexer in INDEXER_LAYOUTS:
         index_rope = shape.index_rope_style.value
-        index = IndexerConfig(
+        index = indexer_config(
             shape.index_heads, activation, meaning.indexer, fp8, block_size, index_rope, "ue8m0", rounding
         )
         return [*found, indexer_qk_rope_quant_and_cache.choose(index, where)]

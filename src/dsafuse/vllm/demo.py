@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -256,7 +256,8 @@ class Arm:
                 text=True,
             )
         assert self.process.stdin is not None
-        with self.process.stdin as stdin:
+        # A process that is dead already takes no job; its exit code and its log say why.
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(self._job)
         threading.Thread(target=self._read, daemon=True).start()
         return self

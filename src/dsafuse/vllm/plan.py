@@ -11,8 +11,7 @@ import torch
 
 from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_and_cache, switches
 from dsafuse.dispatch import PROVIDERS, Decision
-from dsafuse.ops.indexer import IndexerConfig
-from dsafuse.ops.mla import MlaConfig
+from dsafuse.ops.config import indexer_config, mla_config
 from dsafuse.target import Target
 from dsafuse.vllm import gates, logger
 
@@ -156,7 +155,7 @@ def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None]:
         query_dtype=fp8 if gates.quantised_query(attention) else activation,
         fp8_dtype=fp8,
     )
-    shape = MlaConfig(
+    shape = mla_config(
         heads=wrapper.num_heads,
         activation=activation,
         query=call.query_dtype,
@@ -186,7 +185,7 @@ def _plan_indexer(wrapper: Any, config: Any) -> tuple[OpPlan, IndexerCall | None
         weights_scale=float(indexer.softmax_scale * indexer.n_head_scale),
         fp8_dtype=fp8,
     )
-    shape = IndexerConfig(
+    shape = indexer_config(
         heads=indexer.n_head,
         activation=config.model_config.dtype,
         layout=call.kv_layout,
