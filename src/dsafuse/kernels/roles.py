@@ -92,7 +92,8 @@ def latent_q(
 def rms_norm(x, weight, eps, WIDTH: tl.constexpr):
     """(x / sqrt(mean(x * x) + eps)) * weight over all of the tile, fp32; WIDTH counts its real elements."""
     square_sum = tl.reduce(row_sum(x * x), 0, _sum_combine)
-    return x * tl.div_rn(1.0, tl.sqrt_rn(square_sum * (1.0 / WIDTH) + eps)) * weight
+    mean_square = tl.div_rn(square_sum, 1.0 * WIDTH)
+    return x * tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps)) * weight
 
 
 @triton.jit

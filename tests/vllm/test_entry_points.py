@@ -1,0 +1,173 @@
+"""What happens when vLLM loads the plugin: nothing heavy, nothing twice, nothing that raises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dsafuse.vllm
+from dsafuse.vllm import host
+
+LAZY_ROOMS = ("dsafuse.vllm", "dsafuse.vllm.checkpoints", "dsafuse.vllm.demo", "dsafuse.vllm.demo_view", "dsafuse.vllm.arm")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_entry_points_are_declared_for_both_groups() -> None:
+    from importlib.metadata import entry_points
+
+    for group, function in (("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform_plugin")):
+        (entry,) = [entry for entry in entry_points(group=group) if entry.name == "dsafuse"]
+        assert entry.load() is getattr(dsafuse.vllm, function)
+
+
+@pytest.mark.parametrize("room", LAZY_ROOMS)
+def test_importing_does_not_import_vllm(room: str) -> None:
+    assert run(f"import sys, {room}; print('vllm' in sys.modules)") == "False"
+
+
+def test_registering_twice_imports_no_layer_and_names_the_lazy_module() -> None:
+    code = """
+import sys
+from vllm.platforms import current_platform
+from vllm.model_executor.models.registry import ModelRegistry
+before = set(sys.modules)
+import dsafuse.vllm
+dsafuse.vllm.register()
+dsafuse.vllm.register()
+layers = [name for name in set(sys.modules) - before if name.startswith("vllm.model_executor.layers")]
+where = {ModelRegistry.models[name].module_name for name in dsafuse.vllm.ARCHITECTURES}
+print(layers, where, "dsafuse.vllm.lazy" in sys.modules, "vllm.model_executor.layers.mla" in sys.modules)
+"""
+    assert run(code) == "[] {'dsafuse.vllm.lazy'} False False"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plugin logs. vLLM's logger passes nothing on to pytest's."""
+    lines: list[str] = []
+    log = lambda text, *args: lines.append(text % args)  # noqa: E731
+    monkeypatch.setattr(dsafuse.vllm, "logger", SimpleNamespace(info=log, exception=log, warning=log))
+    return lines
+
+
+def test_register_survives_an_error_and_logs_it(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    def fail() -> str | None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(dsafuse.vllm, "_route", fail)
+    dsafuse.vllm.register()
+    assert said == ["dsafuse: could not register; vLLM's own code runs."]
+
+
+def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    dsafuse.vllm.register()
+    assert said == ["dsafuse: not installed: vLLM must be one of 0.32 (tested), got 0.33.1."]
+
+
+def test_gpu_model_classes_are_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False), raising=False)
+    dsafuse.vllm.register()
+    assert said == [f"dsafuse: not installed: {host.GPU_MODELS}."]
+
+
+@pytest.mark.parametrize(
+    ("builtin", "expected"),
+    [
+        ("vllm.platforms.cpu.CpuPlatform", "dsafuse.vllm.cpu.platform.DsaCpuPlatform"),
+        ("vllm.platforms.zen_cpu.ZenCpuPlatform", None),
+        (None, None),
+    ],
+)
+def test_the_platform_plugin_takes_over_from_the_plain_cpu_platform_alone(
+    monkeypatch: pytest.MonkeyPatch, builtin: str | None, expected: str | None
+) -> None:
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms, "cpu_platform_plugin", lambda: builtin)
+    assert dsafuse.vllm.platform_plugin() == expected
+
+
+def selector(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"use_sparse": True, "use_mla": True, "kv_cache_dtype": "auto", "head_size": 576, **changes}
+    )
+
+
+def test_without_the_platform_vllm_refuses_sparse_attention_on_cpu() -> None:
+    """When this fails, the CPU support here may have become needless."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    with pytest.raises(NotImplementedError, match="Sparse Attention is not supported on CPU"):
+        CpuPlatform.get_attn_backend_cls(None, selector())
+
+
+def test_the_platform_serves_sparse_layers_with_the_torch_backend() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from dsafuse.vllm.cpu.platform import DsaCpuPlatform
+
+    path = DsaCpuPlatform.get_attn_backend_cls(None, selector())
+    assert resolve_obj_by_qualname(path).get_name() == "DSAFUSE_TORCH_SPARSE_MLA"
+    assert "cpu_mla" in DsaCpuPlatform.get_attn_backend_cls(None, selector(use_sparse=False)).lower()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_mla": False}, "only MLA layers are served, got a layer without MLA"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, .*, got fp8_e5m2"),
+        ({"head_size": 512}, "head_size must be 576 .*, got 512"),
+    ],
+)
+def test_the_platform_says_why_not(changes: dict[str, Any], reason: str) -> None:
+    from dsafuse.vllm.cpu.platform import DsaCpuPlatform
+
+    with pytest.raises(NotImplementedError, match=reason):
+        DsaCpuPlatform.get_attn_backend_cls(None, selector(**changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["all"], ["all", "-rotary_embedding"]),
+        (["none", "-rotary_embedding"], ["none", "-rotary_embedding"]),
+        (["all", "+rotary_embedding"], ["all", "+rotary_embedding"]),
+    ],
+)
+def test_the_wrong_rotary_kernel_is_turned_off_unless_asked_for(given: list[str], expected: list[str]) -> None:
+    from dsafuse.vllm.cpu.platform import _turn_off_rotary_custom_op
+
+    _turn_off_rotary_custom_op(given)
+    assert given == expected
+
+
+def test_the_rotary_kernel_is_still_wrong_on_strided_input() -> None:
+    """When this fails, the platform need no longer turn the kernel off."""
+    code = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+with set_current_vllm_config(VllmConfig()):
+    rope = get_rope(64, max_position=128, is_neox_style=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    torch.manual_seed(0)
+    wide = torch.randn(8, 4, 192)
+    key = torch.randn(8, 1, 64)
+    right, _ = rope.forward_native(torch.arange(8), wide[..., 128:].clone(), key.clone())
+    kernel, _ = rope.forward_cpu(torch.arange(8), wide[..., 128:], key.clone())
+print((right - kernel).abs().max().item() > 0.1)
+"""
+    assert run(code) == "True"

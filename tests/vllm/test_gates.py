@@ -1,0 +1,189 @@
+"""Every gate is tripped, and says the value that it objects to."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsafuse import switches
+from dsafuse.vllm import gates
+from tests.vllm import layers
+
+PIECEWISE = SimpleNamespace(requires_piecewise_compilation=lambda: True)
+FULL = SimpleNamespace(requires_piecewise_compilation=lambda: False)
+
+# (gate, op, changes of the wrapper, changes of the config, the sentence)
+Trip = tuple[str, str, dict[str, Any], dict[str, Any], str]
+TRIPS: list[Trip] = [
+    ("why_not_query_path", "mla", {"q_lora_rank": None}, {}, "q_lora_rank must be set, got None"),
+    ("why_not_query_path", "indexer", {"fuse_qkv_rmsnorm": True}, {}, "fuse_qkv_rmsnorm must be off, got True"),
+    (
+        "why_not_llama_4_scaling",
+        "mla",
+        {},
+        {"model_config__hf_text_config__llama_4_scaling": {"beta": 0.1}},
+        "llama_4_scaling must be absent, got {'beta': 0.1}",
+    ),
+    ("why_not_positions", "mla", {}, {"model_config__uses_mrope": True}, "got a model with multimodal RoPE"),
+    (
+        "why_not_parallel",
+        "mla",
+        {},
+        {"parallel_config__decode_context_parallel_size": 2},
+        "decode_context_parallel_size must be 1, got 2",
+    ),
+    (
+        "why_not_parallel",
+        "indexer",
+        {},
+        {"parallel_config__prefill_context_parallel_size": 4},
+        "prefill_context_parallel_size must be 1, got 4",
+    ),
+    ("why_not_parallel", "mla", {"dcp_q_replicate": True}, {}, "context parallelism must be off"),
+    (
+        "why_not_graph",
+        "mla",
+        {},
+        {"compilation_config__cudagraph_mode": PIECEWISE, "compilation_config__splitting_ops": ["vllm::attention"]},
+        "splitting_ops must contain dsafuse::mla_prepare_and_attend and dsafuse::indexer_prepare "
+        "with piecewise CUDA graphs, got ['vllm::attention']",
+    ),
+    ("why_not_mla_rotary", "mla", {"rotary_emb": None}, {}, "rotary_emb must be present, got None"),
+    (
+        "why_not_mla_rotary",
+        "mla",
+        {"rotary_emb": torch.nn.Identity()},
+        {},
+        "rotary_emb must rotate by table lookup alone, got Identity",
+    ),
+    ("why_not_mla_rotary", "mla", {"rotary_emb__rotary_dim": 32}, {}, "rotary_emb must rotate 64 dims, got 32"),
+    (
+        "why_not_mla_sizes",
+        "mla",
+        {"kv_lora_rank": 256},
+        {},
+        "kv_lora_rank and qk_rope_head_dim must be 512 and 64, got 256 and 64",
+    ),
+    (
+        "why_not_kv_cache_dtype",
+        "mla",
+        {"mla_attn__kv_cache_dtype": "nvfp4_ds_mla"},
+        {},
+        "kv_cache_dtype must be auto, torch.float32, fp8, fp8_e4m3 or fp8_ds_mla, got nvfp4_ds_mla",
+    ),
+    ("why_not_kv_cache_dtype", "mla", {"mla_attn__kv_cache_dtype": "bfloat16"}, {}, "got bfloat16"),
+    (
+        "why_not_absorb",
+        "mla",
+        {"mla_attn__is_aiter_triton_fp8_bmm_enabled": True},
+        {},
+        "is_aiter_triton_fp8_bmm_enabled must be off, got True",
+    ),
+    ("why_not_absorb", "mla", {"mla_attn__is_amx_bmm_enabled": True}, {}, "is_amx_bmm_enabled must be off, got True"),
+    ("why_not_absorb", "mla", {"mla_attn__q_pad_num_heads": 64}, {}, "q_pad_num_heads must be None, got 64"),
+    ("why_not_attention", "mla", {"mla_attn__use_direct_call": True}, {}, "must be an opaque op on this platform"),
+    ("why_not_attention", "mla", {"mla_attn__hisparse_cache": object()}, {}, "hisparse must be off"),
+    (
+        "why_not_attention",
+        "mla",
+        {"mla_attn__prefill_backend": object()},
+        {},
+        "got a dense-MHA path for short prefills (object; attention_config.sparse_mla_force_mqa turns it off)",
+    ),
+    (
+        "why_not_indexer_class",
+        "indexer",
+        {"indexer": torch.nn.Identity()},
+        {},
+        "the indexer must be vllm.model_executor.models.deepseek_v2.Indexer, got torch.nn.modules.linear.Identity",
+    ),
+    (
+        "why_not_indexer_sizes",
+        "indexer",
+        {"indexer__head_dim": 64},
+        {},
+        "head_dim, rope_dim and quant_block_size must be 128, 64 and 128, got 64, 64, 128",
+    ),
+    ("why_not_indexer_sizes", "indexer", {"indexer__scale_fmt": "e4m3"}, {}, "scale_fmt must be ue8m0 or None, got e4m3"),
+    ("why_not_indexer_rotary", "indexer", {"indexer_rope_emb": None}, {}, "indexer_rotary_emb must be present, got None"),
+    ("why_not_indexer_cache", "indexer", {"indexer__indexer_op__use_fp4_cache": True}, {}, "must be fp8, got fp4"),
+    ("why_not_indexer_cache", "indexer", {"indexer__k_cache__uses_shuffled_layout": True}, {}, "got the shuffled one"),
+    ("why_not_indexer_cache", "indexer", {"indexer__indexer_op__compress_ratio": 4}, {}, "compress_ratio must be 1, got 4"),
+]
+
+
+def reasons(op: str, wrapper: Any, config: Any) -> list[str]:
+    ask = {"mla": gates.why_not_mla, "indexer": gates.why_not_indexer}[op]
+    return ask(wrapper, config)
+
+
+@pytest.mark.parametrize("op", ["mla", "indexer"])
+def test_a_dsa_layer_passes_every_gate(op: str) -> None:
+    assert reasons(op, layers.wrapper(), layers.config()) == []
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: f"{trip[0]}-{trip[4][:30]}")
+def test_a_gate_says_the_value_that_it_objects_to(trip: Trip) -> None:
+    gate, op, wrapper_changes, config_changes, sentence = trip
+    wrapper, config = layers.wrapper(**wrapper_changes), layers.config(**config_changes)
+    (reason,) = [reason for reason in [getattr(gates, gate)(wrapper, config)] if reason]
+    assert sentence in reason
+    assert reason in reasons(op, wrapper, config)
+
+
+def test_every_gate_is_tripped() -> None:
+    gate = re.compile("why_not_(?!mla$|indexer$|asked$)")
+    assert {name for name, _ in inspect.getmembers(gates, inspect.isfunction) if gate.match(name)} == {
+        trip[0] for trip in TRIPS
+    }
+
+
+@pytest.mark.parametrize("op", ["mla", "indexer"])
+def test_dense_mla_has_one_reason(op: str) -> None:
+    (reason,) = reasons(op, layers.wrapper(is_sparse=False, q_lora_rank=None), layers.config())
+    assert reason.startswith("dense MLA")
+
+
+def test_a_layer_with_another_layers_top_k_has_no_indexer_to_fuse() -> None:
+    wrapper = layers.wrapper(indexer=None)
+    assert reasons("indexer", wrapper, layers.config()) == ["this layer uses another layer's top-k and has no indexer"]
+    assert reasons("mla", wrapper, layers.config()) == []
+
+
+@pytest.mark.parametrize(("asked", "refused"), [("mla", "indexer"), ("indexer", "mla")])
+def test_an_op_that_is_not_asked_for_says_so(asked: str, refused: str) -> None:
+    with switches.override(ops=frozenset({asked})):
+        assert reasons(refused, layers.wrapper(), layers.config()) == [
+            f"DSAFUSE_OPS must contain {refused}, got '{asked}'"
+        ]
+        assert reasons(asked, layers.wrapper(), layers.config()) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compilation_config__cudagraph_mode": FULL},
+        {
+            "compilation_config__cudagraph_mode": PIECEWISE,
+            "compilation_config__splitting_ops": ["vllm::attention", *gates.SPLITTING_OPS],
+        },
+    ],
+)
+def test_graphs_that_capture_all_or_split_at_the_ops_are_fine(changes: dict[str, Any]) -> None:
+    assert gates.why_not_graph(layers.wrapper(), layers.config(**changes)) is None
+
+
+def test_a_dense_prefill_that_is_turned_off_is_fine() -> None:
+    config = layers.config(attention_config__sparse_mla_force_mqa=True)
+    assert gates.why_not_attention(layers.wrapper(mla_attn__prefill_backend=object()), config) is None
+
+
+def test_a_strange_indexer_is_reported_and_not_asked_further() -> None:
+    wrapper = layers.wrapper(indexer=torch.nn.Identity())
+    (reason,) = reasons("indexer", wrapper, layers.config())
+    assert "got torch.nn.modules.linear.Identity" in reason
