@@ -1,4 +1,4 @@
-"""Hostile inputs for the two ops, and comparison of everything that a call can reach.
+"""Hostile inputs for every op, and comparison of everything that a call can reach.
 
 Inputs are views into wider, offset, transposed storage, as an engine's are. Every writable buffer lies between
 canaries and starts poisoned. `memory` gives the bytes of all of it: outputs, caches, inputs and what lies around
@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 
-from dsafuse import fused_qk_rope_concat_and_cache_mla as mla
-from dsafuse import indexer_qk_rope_quant_and_cache as indexer
+import dsafuse
 
 Call = dict[str, Any]
 
-OPS = {"mla": mla, "indexer": indexer}
+OPS = {"mla": dsafuse.fused_qk_rope_concat_and_cache_mla, "indexer": dsafuse.indexer_qk_rope_quant_and_cache}
+"""The two original fusions, of whose roles the others are made."""
+
+SEAMS = {"qk": dsafuse.prepare_qk, "latents": dsafuse.prepare_latents, "queries": dsafuse.prepare_queries}
+EVERY_OP = OPS | SEAMS
+
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 MAX_POSITION = 37
@@ -151,11 +155,58 @@ def indexer_call(
     }
 
 
-CALLS = {"mla": mla_call, "indexer": indexer_call}
+MLA_ONLY = ("rope_style", "layout", "query")
+INDEX_ONLY = ("scale_rule", "index_rope_style", "index_heads")
+SHARED = ("positions", "fp8_dtype", "rounding")
+"""Arguments that both families read under one name."""
+
+
+def qk_call(tokens: int = 5, heads: int = 3, *, index: bool = True, **options: Any) -> Call:
+    """Arguments of `prepare_qk`, out of the builders above; without `index` a layer that has no indexer."""
+    mla = mla_call(tokens, heads, **{k: v for k, v in options.items() if k not in INDEX_ONLY})
+    if not index:
+        return mla
+    options = {k: v for k, v in options.items() if k not in MLA_ONLY}
+    style = {"rope_style": options.pop("index_rope_style")} if "index_rope_style" in options else {}
+    indexer = indexer_call(tokens, options.pop("index_heads", heads), **style, **options)
+    return mla | {f"index_{name}": value for name, value in indexer.items() if name not in SHARED}
+
+
+def queries_call(tokens: int = 5, heads: int = 3, **options: Any) -> Call:
+    """Arguments of `prepare_queries`."""
+    keys = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_layout", "k_scale")
+    index_keys = ("index_k", "index_kv_cache", "index_slot_mapping", "index_norm_weight", "index_norm_bias")
+    call = qk_call(tokens, heads, **options)
+    return {name: value for name, value in call.items() if name not in (*keys, *index_keys)}
+
+
+def latents_call(tokens: int = 5, _heads: int = 3, *, width: int = 192, topk: int = 40, **options: Any) -> Call:
+    """Arguments of `prepare_latents`: `width` columns of q_c, `topk` entries of a top-k row."""
+    call = qk_call(tokens, 1, **options)
+    for name in ("q_nope", "q_pe", "q_out", "q_scale", "index_q", "index_weights", "index_weights_scale"):
+        call.pop(name, None)
+    for name in ("index_q_out", "index_weights_out"):
+        call.pop(name, None)
+    g = seeded(options.get("seed", 0) + 1)
+    activation = call["kv_c"].dtype
+    return call | {
+        "q_c": padded(values((tokens, width), activation, g)),
+        "q_norm_weight": 1.0 + 0.1 * torch.randn(width, generator=g),
+        "q_norm_eps": 1e-6,
+        "kv_norm_weight": (1.0 + 0.1 * torch.randn(512, generator=g)).bfloat16(),
+        "kv_norm_eps": 1e-5,
+        "topk_indices": guarded((tokens + 2, topk), torch.int32, (topk + 8, 1)),
+        "q_c_out": guarded((tokens, width), activation, (width + 24, 1)),
+        "kv_c_out": guarded((tokens, 512), activation, (520, 1)),
+        "k_pe_out": guarded((tokens, 64), activation, (72, 1)),
+    }
+
+
+CALLS = {"mla": mla_call, "indexer": indexer_call, "qk": qk_call, "latents": latents_call, "queries": queries_call}
 
 
 def call_of(op: str, *args: Any, **keywords: Any) -> Call:
-    """The builder of either op."""
+    """The builder of any op."""
     return CALLS[op](*args, **keywords)
 
 
@@ -190,7 +241,7 @@ def twin(call: Call) -> Call:
 def run(op: str, provider: str, call: Call) -> Call:
     """Run on a twin and return it: its tensors now hold the results, under the call's own names."""
     done = twin(call)
-    OPS[op].with_provider(provider)(**done)
+    EVERY_OP[op].with_provider(provider)(**done)
     return done
 
 
@@ -199,11 +250,16 @@ def assert_same_memory(got: Call, want: Call, but: tuple[str, ...] = ()) -> None
 
     Indexer keys have the allowance of docs/numerics.md: their LayerNorm sums in an order of its own.
     """
-    if "norm_weight" in want and "kv_cache" in want.keys() - set(but):
-        got, want = twin(got), twin(want)
-        assert_same_index_keys(got, want)
-        for call in (got, want):
-            erase_index_keys(call)
+    for prefix in ("", "index_"):
+        if want.get(f"{prefix}norm_weight") is not None and f"{prefix}kv_cache" not in but:
+            got, want = twin(got), twin(want)
+            keys = [
+                {name.removeprefix(prefix): value for name, value in call.items() if name.startswith(prefix)}
+                for call in (got, want)
+            ]
+            assert_same_index_keys(*keys)
+            for call in keys:
+                erase_index_keys(call)
     got_bytes, want_bytes = memory(got), memory(want)
     for name in want_bytes.keys() - set(but):
         different = torch.nonzero(got_bytes[name] != want_bytes[name]).flatten()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
+from operator import itemgetter
+from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 
 from dsafuse import switches
 from dsafuse.dispatch import PROVIDERS, Decision, NoProviderError, OpConfig, choose
+from dsafuse.known import KnownCalls
 from dsafuse.target import Target
 
 P = ParamSpec("P")
@@ -65,7 +68,11 @@ class Op(Generic[P, R]):
         self._names = tuple(p.name for p in parameters)
         self._positional = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        self._runners: dict[tuple[OpConfig, torch.device, switches.Switches], Callable[..., None]] = {}
+        hints = get_type_hints(oracle)
+        tensor_names = [p.name for p in parameters if hints[p.name] in (torch.Tensor, torch.Tensor | None)]
+        self._tensors_of = itemgetter(*tensor_names)
+        self._values_of = itemgetter(*(p.name for p in parameters if p.name not in tensor_names))
+        self._known = KnownCalls()
         self._register()
         OPS[self.name] = self
 
@@ -74,13 +81,24 @@ class Op(Generic[P, R]):
         arguments = self._bind(args, kwargs)
         if torch.compiler.is_compiling():
             return self._trace(arguments)
+        given = self._tensors_of(arguments)
+        tensors = [tensor for tensor in given if tensor is not None]
+        first = given[0]
+        key = None
+        if isinstance(first, torch.Tensor) and first.is_cuda:
+            absent = tuple([tensor is None for tensor in given])
+            key = (first.shape[0], absent, self._values_of(arguments), switches.current())
+            if self._known.launch(key, tensors, arguments):
+                return self._result(arguments)
         config = self._resolve(arguments)
-        device = arguments[self._names[0]].device
-        key = (config, device, switches.current())
-        run = self._runners.get(key)
-        if run is None:
-            run = self._runners[key] = self._choose_runner(config, device)
-        run(self.name, arguments, config)
+        module = self._provider(config, arguments[self._names[0]].device)
+        module.run(self.name, arguments, config)
+        if key is not None and hasattr(module, "again"):
+            made = [
+                name for name in self.output_names if arguments[name] is not None and not _holds(given, arguments[name])
+            ]
+            allocate = self._allocate if made else None
+            self._known.remember(key, tensors, module.again(self.name, arguments, config, allocate))
         return self._result(arguments)
 
     def resolve(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Arguments, OpConfig]:
@@ -101,32 +119,21 @@ class Op(Generic[P, R]):
             return self._call_oracle
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            arguments, config = self.resolve(*args, **kwargs)
-            self.runner(name, config, arguments[self._names[0]].device)(self.name, arguments, config)
-            return self._result(arguments)
+            with switches.override(mode="auto", ops=frozenset(switches.FAMILIES), provider=name):
+                return self(*args, **kwargs)
 
         return call
-
-    def runner(self, provider: str, config: OpConfig, device: torch.device) -> Callable[..., None]:
-        """`run(op, arguments, config)` of a named provider. Raises NoProviderError if it declines."""
-        named = switches.Switches(provider=provider)
-        decision = choose(self.name, self.families, config, Target.of(device), named, here=True)
-        if decision.provider != provider:
-            raise NoProviderError(decision)
-        run: Callable[..., None] = PROVIDERS[provider].load().run
-        return run
 
     def _call_oracle(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments, _ = self.resolve(*args, **kwargs)
         call: Callable[..., R] = self.oracle
         return call(**arguments)
 
-    def _choose_runner(self, config: OpConfig, device: torch.device) -> Callable[..., None]:
+    def _provider(self, config: OpConfig, device: torch.device) -> ModuleType:
         decision = self.choose(config, Target.of(device), here=True)
         if decision.provider is None:
             raise NoProviderError(decision)
-        run: Callable[..., None] = PROVIDERS[decision.provider].load().run
-        return run
+        return PROVIDERS[decision.provider].load()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         # inspect.Signature.bind costs more than a launch; it is asked only to word the error.
@@ -144,11 +151,19 @@ class Op(Generic[P, R]):
         results = tuple(arguments[name] for name in self.output_names)
         return results[0] if len(results) == 1 else results  # type: ignore[return-value]
 
-    def _trace(self, arguments: Arguments) -> R:
+    def outputs_of(self, arguments: Arguments) -> Shapes:
+        """Shapes and dtypes of the outputs that these arguments have."""
+        return self._outputs(arguments)
+
+    def _allocate(self, arguments: Arguments) -> None:
+        """Make the outputs that are not given, without checks."""
         first = arguments[self._names[0]]
         for name, (shape, dtype) in self._outputs(arguments).items():
             if arguments[name] is None:
                 arguments[name] = first.new_empty(shape, dtype=dtype)
+
+    def _trace(self, arguments: Arguments) -> R:
+        self._allocate(arguments)
         out = {name: value for name, value in arguments.items() if name not in self._derived}
         getattr(torch.ops.dsafuse, self.name)(**out)
         return self._result(arguments)
@@ -180,6 +195,10 @@ class Op(Generic[P, R]):
         _LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.name, out_form, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsafuse::{self.name}", _fake, lib=_LIBRARY)
+
+
+def _holds(tensors: tuple[Any, ...], tensor: torch.Tensor) -> bool:
+    return any(each is tensor for each in tensors)
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

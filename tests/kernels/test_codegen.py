@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from dsafuse.kernels import grids, launch
 from dsafuse.target import Target
-from tests.inputs import FN, FNUZ, OPS, Call, indexer_call, mla_call
+from tests.inputs import EVERY_OP, FN, FNUZ, Call, call_of, mla_call
 
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 POINTERS = {
@@ -51,11 +51,11 @@ def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(op: str, call: Call, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel of a call, compiled as a launch on target `name` would."""
     recorder, target = Recorder(), Target.named(name)
-    arguments, config = OPS[op].resolve(**call)
+    arguments, config = EVERY_OP[op].resolve(**call)
     monkeypatch.setattr(Target, "of", staticmethod(lambda _device: target))
-    launch.launch(OPS[op].name, arguments, config, SimpleNamespace(mla=recorder, indexer=recorder))
+    launch.launch(EVERY_OP[op].name, arguments, config, SimpleNamespace(prepare=recorder))
     options = {option: recorder.kwargs.pop(option) for option in OPTIONS & recorder.kwargs.keys()}
-    kernel = getattr(grids, op)
+    kernel = grids.prepare
     bound = inspect.signature(kernel.fn).bind(*recorder.args, **recorder.kwargs).arguments
     constants = {p.name: bound[p.name] for p in kernel.params if p.is_constexpr or bound[p.name] is None}
     signature = {
@@ -75,10 +75,10 @@ def compiled(op: str, call: Call, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_a_kernel_compiles_for(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = FNUZ if name == "gfx942" else FN
-    call = mla_call(2, 7, query=fp8, fp8=fp8) if op == "mla" else indexer_call(2, 7, fp8=fp8)
+    call = call_of(op, 2, 7, fp8=fp8, **({"query": fp8} if op in ("mla", "qk", "queries") else {}))
     kernel = compiled(op, call, name, monkeypatch)
     binary, text = ("hsaco", "amdgcn") if name.startswith("gfx") else ("cubin", "ptx")
     assert len(kernel.asm[binary]) > 1000

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from dsafuse.kernels import interpreter
 from dsafuse.numerics import FP8_FORMATS
-from tests.inputs import FN, FNUZ, OPS, assert_same_memory, call_of, mla_call, run, seeded
+from tests.inputs import EVERY_OP, FN, FNUZ, OPS, assert_same_memory, call_of, mla_call, run, seeded
 
 TRITON_DTYPES = {
     FN: (tl.float8e4nv, ml_dtypes.float8_e4m3fn),
@@ -111,9 +111,8 @@ def test_interpreted_and_compiled_kernels_live_side_by_side() -> None:
     interpreted = interpreter.interpreted_kernels()
     from dsafuse.kernels import grids, roles, tiles
 
-    for op in ("mla", "indexer"):
-        assert isinstance(getattr(interpreted, op), InterpretedFunction)
-        assert isinstance(getattr(grids, op), JITFunction)
+    assert isinstance(interpreted.prepare, InterpretedFunction)
+    assert isinstance(grids.prepare, JITFunction)
     for module in (tiles, roles, grids):
         assert sys.modules[module.__name__] is module
     assert isinstance(roles.latent_q, JITFunction)
@@ -138,8 +137,8 @@ def test_whichever_is_imported_first_both_are_what_they_say(first: str) -> None:
         else:
             interpreted = load()
             from dsafuse.kernels import grids
-        assert isinstance(grids.mla, JITFunction)
-        assert isinstance(interpreted.mla, InterpretedFunction)
+        assert isinstance(grids.prepare, JITFunction)
+        assert isinstance(interpreted.prepare, InterpretedFunction)
     finally:
         for name in names:
             sys.modules.pop(name, None)
@@ -159,25 +158,29 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counted]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     kernels = interpreter.interpreted_kernels()
-    counters = {name: Counted(getattr(kernels, name)) for name in OPS}
-    for name, counter in counters.items():
-        monkeypatch.setattr(kernels, name, counter)
-    return counters
+    counter = Counted(kernels.prepare)
+    monkeypatch.setattr(kernels, "prepare", counter)
+    return counter
 
 
-@pytest.mark.parametrize("op", OPS)
+ROWS = {"mla": 1, "indexer": 1, "qk": 2, "latents": 3, "queries": 0}
+"""Programs of a token that are not blocks of heads: key rows and norms."""
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_fused_op_is_one_launch(op: str, tokens: int, counted: dict[str, Counted]) -> None:
+def test_an_op_is_one_launch(op: str, tokens: int, counted: Counted) -> None:
+    families = {"mla": 1, "indexer": 1, "qk": 2, "latents": 0, "queries": 2}[op]
     run(op, "interpreter", call_of(op, tokens, 17))
-    assert {name: counter.grids for name, counter in counted.items() if counter.grids} == {op: [(tokens * (1 + 2),)]}
+    assert counted.grids == [(tokens * (ROWS[op] + 2 * families),)]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_no_tokens_are_no_launch(op: str, counted: dict[str, Counted]) -> None:
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_no_tokens_are_no_launch(op: str, counted: Counted) -> None:
     run(op, "interpreter", call_of(op, 0))
-    assert not any(counter.grids for counter in counted.values())
+    assert counted.grids == []
 
 
 @pytest.mark.parametrize("op", OPS)

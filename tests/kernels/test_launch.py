@@ -11,38 +11,34 @@ import torch
 
 from dsafuse.kernels import grids, launch
 from dsafuse.target import Target
-from tests.inputs import FN, OPS, call_of, guarded, indexer_call, mla_call
+from tests.inputs import (
+    EVERY_OP,
+    FN,
+    FNUZ,
+    OPS,
+    call_of,
+    guarded,
+    indexer_call,
+    latents_call,
+    mla_call,
+    qk_call,
+    queries_call,
+)
 
-POINTERS = {
-    "mla": {
-        "q_nope_ptr": "q_nope",
-        "q_pe_ptr": "q_pe",
-        "kv_c_ptr": "kv_c",
-        "k_pe_ptr": "k_pe",
-        "cache_ptr": "kv_cache",
-        "slots_ptr": "slot_mapping",
-        "positions_ptr": "positions",
-        "table_ptr": "cos_sin_cache",
-        "q_scale_ptr": "q_scale",
-        "k_scale_ptr": "k_scale",
-        "q_out_ptr": "q_out",
-    },
-    "indexer": {
-        "q_ptr": "q",
-        "weights_ptr": "weights",
-        "k_ptr": "k",
-        "cache_ptr": "kv_cache",
-        "slots_ptr": "slot_mapping",
-        "norm_weight_ptr": "norm_weight",
-        "norm_bias_ptr": "norm_bias",
-        "positions_ptr": "positions",
-        "table_ptr": "cos_sin_cache",
-        "q_out_ptr": "q_out",
-        "weights_out_ptr": "weights_out",
-        "weights_scale": "weights_scale",
-        "eps": "eps",
-    },
+NAMES = {
+    "table": "cos_sin_cache",
+    "cache": "kv_cache",
+    "slots": "slot_mapping",
+    "topk": "topk_indices",
+    "index_table": "index_cos_sin_cache",
+    "index_cache": "index_kv_cache",
+    "index_slots": "index_slot_mapping",
+    "weights": "index_weights",
+    "weights_scale": "index_weights_scale",
+    "weights_out": "index_weights_out",
 }
+"""Kernel parameters that are not called after their argument of `prepare_qk` and `prepare_latents`."""
+
 OPTIONS = {"num_warps", "enable_fp_fusion", "launch_pdl"}
 
 
@@ -56,37 +52,63 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
 
 
-def recorded(op: str, call: dict[str, Any], *, gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+def recorded(op: str, call: dict[str, Any], *, gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """(grid, bound arguments, options, resolved call) of one launch, as on a named target."""
     recorder = Recorder()
-    arguments, config = OPS[op].resolve(**call)
-    if gpu:
-        monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named(gpu)))
-    launch.launch(OPS[op].name, arguments, config, SimpleNamespace(mla=recorder, indexer=recorder))
+    arguments, config = EVERY_OP[op].resolve(**call)
+    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named(gpu)))
+    launch.launch(EVERY_OP[op].name, arguments, config, SimpleNamespace(prepare=recorder))
     ((grid, args, kwargs),) = recorder.launches
     options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
-    bound = inspect.signature(getattr(grids, op).fn).bind(*args, **kwargs)
+    bound = inspect.signature(grids.prepare.fn).bind(*args, **kwargs)
     return grid, bound.arguments, options, arguments
 
 
-@pytest.mark.parametrize("op", OPS)
+FULL_CALLS = {
+    "mla": lambda: mla_call(layout="fp8", query=FN),
+    "indexer": lambda: indexer_call(eps=0.25),
+    "qk": lambda: qk_call(layout="fp8", query=FN, index_heads=4) | {"index_eps": 0.25},
+    "latents": lambda: latents_call(layout="fp8") | {"index_eps": 0.25},
+    "queries": lambda: queries_call(query=FN),
+}
+STRIDES = {"": 0, "_token": 0, "_block": 0, "_head": 1, "_row": 1}
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_every_kernel_argument_is_bound_under_its_own_name(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = mla_call(layout="fp8", query=FN) if op == "mla" else indexer_call(eps=0.25)
-    _, bound, _, arguments = recorded(op, call, gpu="sm_90", monkeypatch=monkeypatch)
-    assert bound.keys() == inspect.signature(getattr(grids, op).fn).parameters.keys()
-    for parameter, name in POINTERS[op].items():
-        assert bound[parameter] is arguments[name] or bound[parameter] == arguments[name], parameter
+    _, bound, _, arguments = recorded(op, FULL_CALLS[op](), gpu="sm_90", monkeypatch=monkeypatch)
+    parameters = inspect.signature(grids.prepare.fn).parameters
+    assert bound.keys() == parameters.keys()
+
+    if op == "indexer":
+        arguments = {n if n == "positions" else f"index_{n}": value for n, value in arguments.items()}
+
+    def argument(parameter: str) -> Any:
+        return arguments.get(NAMES.get(parameter, parameter))
+
+    checked = set()
     for parameter, value in bound.items():
-        name, _, axis = parameter.partition("_stride")
-        if axis or parameter.endswith("_stride"):
-            tensor = arguments[{"cache": "kv_cache", "table": "cos_sin_cache"}.get(name, name)]
-            assert value == tensor.stride({"": 0, "_token": 0, "_block": 0, "_head": 1, "_row": 1}[axis]), parameter
-    cache = arguments["kv_cache"]
-    assert bound["slot_count"] == len(arguments["slot_mapping"])
-    assert bound["capacity"] == cache.shape[0] * cache.shape[1]
-    assert bound["max_position"] == arguments["cos_sin_cache"].shape[0]
-    assert bound["BLOCK_SIZE"] == cache.shape[1]
-    assert bound["HEADS"] == 3
+        tensor, stride, axis = parameter.partition("_stride")
+        if stride:
+            expected = argument(tensor)
+            assert value == (0 if expected is None else expected.stride(STRIDES[axis])), parameter
+        elif parameter.endswith("_ptr"):
+            assert value is argument(parameter.removesuffix("_ptr")), parameter
+        elif parameter.endswith(("_eps", "_scale")):
+            assert value == (argument(parameter) or 0.0), parameter
+        else:
+            continue
+        checked.add(parameter)
+    for prefix in ("", "index_"):
+        cache, slots, table = (arguments.get(f"{prefix}{n}") for n in ("kv_cache", "slot_mapping", "cos_sin_cache"))
+        counts = {
+            f"{prefix}slot_count": 0 if slots is None else len(slots),
+            f"{prefix}capacity": 0 if cache is None else cache.shape[0] * cache.shape[1],
+            f"{prefix}max_position": 0 if table is None else table.shape[0],
+        }
+        assert {name: bound[name] for name in counts} == counts
+        checked |= counts.keys()
+    assert all(name.isupper() for name in parameters.keys() - checked)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -95,39 +117,45 @@ def test_the_grid_has_one_program_for_each_key_and_each_block_of_heads(
     op: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid, bound, _, _ = recorded(op, call_of(op, 2, heads), gpu="sm_90", monkeypatch=monkeypatch)
-    block = bound["BLOCK_HEADS"]
+    prefix = "INDEX_" if op == "indexer" else ""
+    block = bound[f"{prefix}BLOCK_HEADS"]
+    assert bound[f"{prefix}HEADS"] == heads
     assert block & (block - 1) == 0
     assert grid == (2 * (1 + -(-heads // block)),)
     assert block < 2 * heads
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_a_launch_copies_and_allocates_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = mla_call(layout="fp8", query=FN) if op == "mla" else indexer_call()
-    _, bound, _, arguments = recorded(op, call, gpu="sm_90", monkeypatch=monkeypatch)
+    _, bound, _, arguments = recorded(op, FULL_CALLS[op](), gpu="sm_90", monkeypatch=monkeypatch)
     given = {value.data_ptr() for value in arguments.values() if isinstance(value, torch.Tensor)}
     assert {value.data_ptr() for value in bound.values() if isinstance(value, torch.Tensor)} <= given
 
 
 @pytest.mark.parametrize("target", [name for name in Target.names() if name != "cpu"])
-def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(target: str) -> None:
-    options = launch.launch_options(Target.named(target), 4)
+def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = FNUZ if target == "gfx942" else FN
+    _, bound, options, _ = recorded("indexer", indexer_call(fp8=fp8), gpu=target, monkeypatch=monkeypatch)
     assert options["enable_fp_fusion"] is False
-    assert options["PDL"] is Target.named(target).dependent_launch
+    assert bound["PDL"] is Target.named(target).dependent_launch
     assert ("launch_pdl" in options) is Target.named(target).dependent_launch
 
 
-def test_there_is_a_plan_for_each_family_and_vendor() -> None:
-    vendors = {Target.named(name).vendor for name in Target.names()}
-    assert launch.PLANS.keys() == {(family, vendor) for family in OPS for vendor in vendors}
+def test_there_is_a_plan_for_each_vendor() -> None:
+    assert launch.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
     for plan in launch.PLANS.values():
-        assert plan.block_heads & (plan.block_heads - 1) == 0
+        for heads in (plan.block_heads, plan.index_block_heads):
+            assert heads & (heads - 1) == 0
         assert plan.num_warps in (1, 2, 4, 8)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9, 255, 256])
-def test_next_power_of_two_is_the_smallest_one_not_below(n: int) -> None:
-    assert launch.next_power_of_two(n) == min(2**k for k in range(10) if 2**k >= n)
+@pytest.mark.parametrize(
+    ("most", "heads", "want"), [(8, 1, 1), (8, 3, 4), (8, 7, 8), (8, 9, 8), (4, 128, 4), (8, 0, 1)]
+)
+def test_a_block_of_heads_is_a_power_of_two_no_larger_than_it_must_be(most: int, heads: int, want: int) -> None:
+    assert launch.head_block(most, heads) == want
 
 
 @pytest.mark.parametrize(
@@ -151,10 +179,17 @@ def test_rows_are_aligned_only_if_address_and_every_stride_are(
     assert launch.alignment(base.as_strided((1, 8), (8, 1)), tensor) == want
 
 
+@pytest.mark.parametrize("name", ["q_nope", "q_pe", "kv_c", "k_pe", "q_out", "cos_sin_cache"])
+def test_one_row_off_its_alignment_takes_the_vector_path_from_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = mla_call(2)
+    assert recorded("mla", call, gpu="sm_90", monkeypatch=monkeypatch)[1]["ALIGN"] == 16
+    wide = torch.zeros(*call[name].shape[:-1], call[name].shape[-1] + 1, dtype=call[name].dtype)
+    call[name] = wide[..., 1:]
+    assert recorded("mla", call, gpu="sm_90", monkeypatch=monkeypatch)[1]["ALIGN"] == 1
+
+
 def test_a_kernel_specialises_on_nothing_that_changes_from_step_to_step() -> None:
-    for op in OPS:
-        kernel = getattr(grids, op)
-        for parameter in kernel.params:
-            if not parameter.is_constexpr:
-                assert parameter.do_not_specialize, parameter.name
-                assert parameter.do_not_specialize_on_alignment, parameter.name
+    for parameter in grids.prepare.params:
+        if not parameter.is_constexpr:
+            assert parameter.do_not_specialize, parameter.name
+            assert parameter.do_not_specialize_on_alignment, parameter.name

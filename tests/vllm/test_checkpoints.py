@@ -14,7 +14,9 @@ from dsafuse.vllm import checkpoints
 @pytest.mark.parametrize("family", list(checkpoints.FAMILIES))
 def test_a_seed_makes_the_bytes(family: str, tmp_path: Path) -> None:
     model = checkpoints.FAMILIES[family]
-    files = [checkpoints.write(model, tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (0, 0, 1))]
+    files = [
+        checkpoints.write(model, tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (0, 0, 1))
+    ]
     first, again, other = (file.read_bytes() for file in files)
     assert first == again
     assert first != other

@@ -63,7 +63,11 @@ def test_attend_is_softmax_over_the_chosen_rows(kv_cache_dtype: str) -> None:
         rows = torch.stack(
             [
                 formats.read_mla(
-                    cache, tables[request[token], p // block_size], torch.tensor(p % block_size), kv_cache_dtype, k_scale
+                    cache,
+                    tables[request[token], p // block_size],
+                    torch.tensor(p % block_size),
+                    kv_cache_dtype,
+                    k_scale,
                 )
                 for p in positions
             ]

@@ -107,7 +107,7 @@ def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
     hang.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hang))
     result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"], timeout_seconds=1)
-    assert result.problems == ["the un-fused arm did not end in time"]
+    assert result.problems == ["the un-fused arm did not end in time", "the fused arm did not end in time"]
     assert result.seconds < 60
 
 

@@ -12,7 +12,13 @@ import pytest
 import dsafuse.vllm
 from dsafuse.vllm import host
 
-LAZY_ROOMS = ("dsafuse.vllm", "dsafuse.vllm.checkpoints", "dsafuse.vllm.demo", "dsafuse.vllm.demo_view", "dsafuse.vllm.arm")
+LAZY_ROOMS = (
+    "dsafuse.vllm",
+    "dsafuse.vllm.checkpoints",
+    "dsafuse.vllm.demo",
+    "dsafuse.vllm.demo_view",
+    "dsafuse.vllm.arm",
+)
 
 
 def run(code: str) -> str:
@@ -162,7 +168,8 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 with set_current_vllm_config(VllmConfig()):
-    rope = get_rope(64, max_position=128, is_neox_style=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    parameters = {"rope_type": "default", "rope_theta": 1e4}
+    rope = get_rope(64, max_position=128, is_neox_style=False, rope_parameters=parameters)
     torch.manual_seed(0)
     wide = torch.randn(8, 4, 192)
     key = torch.randn(8, 1, 64)

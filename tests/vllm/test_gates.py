@@ -109,11 +109,29 @@ TRIPS: list[Trip] = [
         {},
         "head_dim, rope_dim and quant_block_size must be 128, 64 and 128, got 64, 64, 128",
     ),
-    ("why_not_indexer_sizes", "indexer", {"indexer__scale_fmt": "e4m3"}, {}, "scale_fmt must be ue8m0 or None, got e4m3"),
-    ("why_not_indexer_rotary", "indexer", {"indexer_rope_emb": None}, {}, "indexer_rotary_emb must be present, got None"),
+    (
+        "why_not_indexer_sizes",
+        "indexer",
+        {"indexer__scale_fmt": "e4m3"},
+        {},
+        "scale_fmt must be ue8m0 or None, got e4m3",
+    ),
+    (
+        "why_not_indexer_rotary",
+        "indexer",
+        {"indexer_rope_emb": None},
+        {},
+        "indexer_rotary_emb must be present, got None",
+    ),
     ("why_not_indexer_cache", "indexer", {"indexer__indexer_op__use_fp4_cache": True}, {}, "must be fp8, got fp4"),
     ("why_not_indexer_cache", "indexer", {"indexer__k_cache__uses_shuffled_layout": True}, {}, "got the shuffled one"),
-    ("why_not_indexer_cache", "indexer", {"indexer__indexer_op__compress_ratio": 4}, {}, "compress_ratio must be 1, got 4"),
+    (
+        "why_not_indexer_cache",
+        "indexer",
+        {"indexer__indexer_op__compress_ratio": 4},
+        {},
+        "compress_ratio must be 1, got 4",
+    ),
 ]
 
 

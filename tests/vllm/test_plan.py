@@ -30,7 +30,7 @@ def test_both_ops_are_fused_with_the_layers_constants() -> None:
     assert (made.mla.provider, made.indexer.provider) == ("interpreter", "interpreter")
     assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, torch.float8_e4m3fn)
     assert made.indexer_call == plan.IndexerCall("flat", "neox", "ue8m0", 1e-6, 128**-0.5 / 2, torch.float8_e4m3fn)
-    assert plan.PLANS == {"model.layers.0.self_attn.attn": made}
+    assert dict(plan.PLANS) == {"model.layers.0.self_attn.attn": made}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_strict_names_a_gate() -> None:
     wrapper = layers.wrapper(mla_attn__kv_cache_dtype="fp8_e5m2")
     with (
         switches.override(mode="strict", provider="interpreter"),
-        pytest.raises(RuntimeError, match="kv_cache_dtype must be auto, .*, got fp8_e5m2"),
+        pytest.raises(RuntimeError, match=r"kv_cache_dtype must be auto, .*, got fp8_e5m2"),
     ):
         plan.build(wrapper, layers.config())
 

@@ -7,6 +7,7 @@ compiled; the groups of the roles that it has are read off the arguments.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ import torch
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS, RopeStyle, Rounding, ScaleRule
+from dsafuse.ops.arguments import span_bytes
 from dsafuse.ops.config import Config
 from dsafuse.ops.resolve import Named
 from dsafuse.registry import OPS, Arguments
@@ -71,26 +73,114 @@ def run(op: str, arguments: Arguments, config: Config) -> None:
 def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType) -> None:
     """Launch from a module of kernels: the compiled ones, or their interpreted twins."""
     positions = arguments["positions"]
-    tokens = len(positions)
-    if not tokens:
+    if not len(positions):
         return
     target = Target.of(positions.device)
+    with on_device_of(positions):
+        grids.prepare[grid_of(arguments, config, target)](
+            *runtime_arguments(op, arguments, config),
+            **constants_of(config, target),
+            **alignments(op, arguments, config),
+            **launch_options(target),
+        )
+
+
+def again(
+    op: str, arguments: Arguments, config: Config, allocate: Callable[[Arguments], None] | None
+) -> Callable[[Arguments], bool]:
+    """A function that launches once more for arguments that differ from these in addresses alone.
+
+    It returns False, and has launched nothing, where the addresses need a look: another alignment, memory that an
+    output shares, another current device, or a profiler's hooks.
+
+    Args:
+        op, arguments, config: of a call that was checked and has run.
+        allocate: makes the outputs that the caller does not give; None if they are given.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    from dsafuse.kernels import grids
+
+    positions = arguments["positions"]
+    if not len(positions):
+        return lambda _: True
+    device, target = positions.device, Target.of(positions.device)
+    runtime = runtime_arguments(op, arguments, config)
+    constants = {**constants_of(config, target), **alignments(op, arguments, config)}
+    programs = grid_of(arguments, config, target)[0]
+    compiled = grids.prepare.warmup(*runtime, grid=(programs,), **constants, **launch_options(target))
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    template = [*runtime, *(constants[name] for name in grids.prepare.arg_names[len(runtime) :])]
+    names = {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    places = [(i, names[id(value)]) for i, value in enumerate(runtime) if isinstance(value, torch.Tensor)]
+    addresses = Addresses(op, arguments, config)
+
+    def launch_again(given: Arguments) -> bool:
+        if torch.cuda.current_device() != device.index or knobs.runtime.launch_enter_hook is not None:
+            return False
+        if allocate is not None:
+            allocate(given)
+        values = template.copy()
+        for place, name in places:
+            values[place] = given[name].data_ptr()
+        if not addresses.fit(values, given):
+            return False
+        stream = driver.active.get_current_stream(device.index)
+        run(programs, 1, 1, stream, function, packed, None, None, None, *values)
+        return True
+
+    return launch_again
+
+
+class Addresses:
+    """What the addresses of a call's tensors must satisfy, for the variant that was compiled for it.
+
+    The last addresses that passed are kept: an engine's buffers come back at every step.
+    """
+
+    def __init__(self, op: str, arguments: Arguments, config: Config) -> None:
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        self._low_bits = {name: value.data_ptr() % VECTOR_BYTES for name, value in tensors.items()}
+        self._sizes = {name: span_bytes(value) for name, value in tensors.items() if value.numel()}
+        self._outputs = [name for name in OPS[op].outputs_of(arguments) if name in self._sizes]
+        self._passed: list[Any] = []
+
+    def fit(self, values: list[Any], given: Arguments) -> bool:
+        """Whether every address is aligned as it was, and no output lies over another tensor."""
+        if values == self._passed:
+            return True
+        addresses = {name: given[name].data_ptr() for name in self._low_bits if given[name] is not None}
+        if any(address % VECTOR_BYTES != self._low_bits[name] for name, address in addresses.items()):
+            return False
+        for output in self._outputs:
+            start, end = addresses[output], addresses[output] + self._sizes[output]
+            for name, size in self._sizes.items():
+                if name != output and name in addresses and addresses[name] < end and start < addresses[name] + size:
+                    return False
+        self._passed = values.copy()
+        return True
+
+
+def grid_of(arguments: Arguments, config: Config, target: Target) -> tuple[int]:
+    """Programs of the launch."""
+    return (len(arguments["positions"]) * programs_of_a_token(config, target),)
+
+
+def runtime_arguments(op: str, arguments: Arguments, config: Config) -> tuple[Any, ...]:
+    """What `grids.prepare` takes at run time, in the order of its parameters."""
     index = Named(arguments, OPS[op].index_prefix)
-    constants = constants_of(config, target)
-    runtime = (
-        positions,
-        *(_table(arguments["cos_sin_cache"]) if config.latent_q or config.latent_kv else _ABSENT_TABLE),
+    latent, indexed = config.latent_q or config.latent_kv, config.index_q or config.index_k
+    return (
+        arguments["positions"],
+        *(_table(arguments["cos_sin_cache"]) if latent else _ABSENT_TABLE),
         *(_latent_q(arguments) if config.latent_q else _ABSENT_LATENT_Q),
         *(_latent_kv(arguments, config.latent_kv.norm) if config.latent_kv else _ABSENT_LATENT_KV),
         *(_norm_q(arguments) if config.norm_q else _ABSENT_NORM_Q),
-        *(_table(index["cos_sin_cache"]) if config.index_q or config.index_k else _ABSENT_TABLE),
+        *(_table(index["cos_sin_cache"]) if indexed else _ABSENT_TABLE),
         *(_index_q(index) if config.index_q else _ABSENT_INDEX_Q),
         *(_index_k(index) if config.index_k else _ABSENT_INDEX_K),
     )
-    with on_device_of(positions):
-        grids.prepare[(tokens * programs_of_a_token(config, target),)](
-            *runtime, **constants, **alignments(arguments, index, config), **launch_options(target)
-        )
 
 
 def _table(table: torch.Tensor) -> tuple[Any, ...]:
@@ -287,8 +377,9 @@ _VECTORISED = (
 _INDEX_VECTORISED = ("q", "k", "q_out", "cos_sin_cache")
 
 
-def alignments(a: Arguments, index: Named, config: Config) -> dict[str, int]:
+def alignments(op: str, a: Arguments, config: Config) -> dict[str, int]:
     """How far the rows of inputs and outputs, and those of each cache, are aligned."""
+    index = Named(a, OPS[op].index_prefix)
     names = [name for name in _VECTORISED if name in a]
     if config.index_q or config.index_k:
         names += [name for name in map(index.name, _INDEX_VECTORISED) if name in a]

@@ -192,7 +192,12 @@ def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Te
                 raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
 
 
-def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor that has some."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (reach + 1) * tensor.element_size()
+
+
+def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+    return start, start + span_bytes(tensor)

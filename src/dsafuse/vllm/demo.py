@@ -288,12 +288,12 @@ def _follow(arms: list[Arm], report: Report, deadline: float, work: int) -> list
     done = dict.fromkeys([arm.name for arm in arms], 0)
     running = list(arms)
     while running:
+        if time.monotonic() > deadline:
+            return [*problems, *(f"the {arm.name} arm did not end in time" for arm in running)]
         for arm in list(running):
             try:
                 event = arm.events.get(timeout=0.1)
             except queue.Empty:
-                if time.monotonic() > deadline:
-                    return [*problems, f"the {arm.name} arm did not end in time"]
                 continue
             if event is None:
                 running.remove(arm)
