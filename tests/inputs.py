@@ -251,7 +251,8 @@ def assert_same_memory(got: Call, want: Call, but: tuple[str, ...] = ()) -> None
     Indexer keys have the allowance of docs/numerics.md: their LayerNorm sums in an order of its own.
     """
     for prefix in ("", "index_"):
-        if want.get(f"{prefix}norm_weight") is not None and f"{prefix}kv_cache" not in but:
+        needed = (want.get(f"{prefix}norm_weight"), want.get(f"{prefix}kv_cache"))
+        if all(tensor is not None for tensor in needed) and f"{prefix}kv_cache" not in but:
             got, want = twin(got), twin(want)
             keys = [
                 {name.removeprefix(prefix): value for name, value in call.items() if name.startswith(prefix)}

@@ -171,14 +171,10 @@ def test_a_call_runs_the_provider_that_was_chosen(op: str, monkeypatch: pytest.M
     for provider in PROVIDERS.values():
         module = provider.load()
         monkeypatch.setattr(module, "run", lambda *_args, name=provider.name: calls.append(name))
-    OPS[op]._runners.clear()
-    try:
+    OPS[op](**call_of(op))
+    with switches.override(provider="interpreter"):
         OPS[op](**call_of(op))
-        with switches.override(provider="interpreter"):
-            OPS[op](**call_of(op))
-        OPS[op](**call_of(op))
-    finally:
-        OPS[op]._runners.clear()
+    OPS[op](**call_of(op))
     assert calls == ["split", "interpreter", "split"]
 
 

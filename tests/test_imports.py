@@ -25,7 +25,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms it may import, libraries it may import)
     **{leaf: (LEAVES, {"torch"}) for leaf in LEAVES},
     "dispatch": (LEAVES, {"torch"}),
-    "registry": ({"dispatch"} | LEAVES, {"torch"}),
+    "known": (set(), {"torch"}),
+    "registry": ({"dispatch", "known"} | LEAVES, {"torch"}),
     "ops": (BASE, {"torch"}),
     "torch_steps": (BASE, {"torch"}),
     "split": ({"torch_steps"} | BASE, {"torch"}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,13 +58,26 @@ def guard_of(tensors: list[torch.Tensor]) -> Guard:
     native = _native_guards()
     if native is None:
         return PythonGuard(tensors)
-    guards = native(
-        *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
-    )
-    check: Guard = guards.check
-    return check
+    # Native guards refuse a tensor that comes twice, as a rope table does that both families share.
+    once = [i for i, tensor in enumerate(tensors) if all(tensor is not other for other in tensors[:i])]
+    if len(once) == len(tensors):
+        check: Guard = native(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        ).check
+        return check
+    rest = [i for i in range(len(tensors)) if i not in once]
+    first, then = guard_of([tensors[i] for i in once]), guard_of([tensors[i] for i in rest])
+    pick_first, pick_rest = _picker(once), _picker(rest)
+    return lambda *others: first(*pick_first(others)) and then(*pick_rest(others))
+
+
+def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(indices) == 1:
+        only = indices[0]
+        return lambda values: (values[only],)
+    return itemgetter(*indices)
 
 
 class KnownCalls:

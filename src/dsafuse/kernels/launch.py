@@ -97,7 +97,6 @@ def again(
         op, arguments, config: of a call that was checked and has run.
         allocate: makes the outputs that the caller does not give; None if they are given.
     """
-    from triton import knobs
     from triton.runtime import driver
 
     from dsafuse.kernels import grids
@@ -117,7 +116,7 @@ def again(
     addresses = Addresses(op, arguments, config)
 
     def launch_again(given: Arguments) -> bool:
-        if torch.cuda.current_device() != device.index or knobs.runtime.launch_enter_hook is not None:
+        if torch.cuda.current_device() != device.index or has_launch_hooks():
             return False
         if allocate is not None:
             allocate(given)
@@ -131,6 +130,14 @@ def again(
         return True
 
     return launch_again
+
+
+def has_launch_hooks() -> bool:
+    """Whether a profiler wants to be told of launches, which Triton's own launch does."""
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook
+    return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
 class Addresses:

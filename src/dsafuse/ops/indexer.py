@@ -30,7 +30,7 @@ def _resolve(a: Arguments) -> Config:
     resolve.same_tokens(a, "q", "k")
     index_k = resolve.index_k(n)
     activation = resolve.activation_of(a, "q", "k")
-    resolve.together(a, ("q_out", "weights_out"))
+    resolve.together(a, "q", ("q_out", "weights_out"))
     resolve.allocate(a, index_shapes(a), a["q"])
     return Config(activation, a["fp8_dtype"], rounding, index_q=index_q, index_k=index_k)
 

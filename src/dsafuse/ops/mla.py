@@ -22,9 +22,9 @@ def _resolve(a: Arguments) -> Config:
     rounding = n.member("rounding", Rounding)
     latent_q = resolve.latent_q(n)
     resolve.same_tokens(a, "q_nope", "kv_c", "k_pe")
-    latent_kv = resolve.latent_kv(n)
     activation = resolve.activation_of(a, "q_nope", "q_pe", "kv_c", "k_pe")
-    resolve.together(a, ("q_out",))
+    latent_kv = resolve.latent_kv(n)
+    resolve.together(a, "q_nope", ("q_out",))
     resolve.allocate(a, query_shapes(a), a["q_nope"])
     return Config(activation, a["fp8_dtype"], rounding, latent_q=latent_q, latent_kv=latent_kv)
 

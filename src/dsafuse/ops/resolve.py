@@ -225,9 +225,9 @@ def _scale(n: Named, key: str, purpose: str | None) -> torch.Tensor | None:
     return scale
 
 
-def together(a: Arguments, outputs: Iterable[str]) -> None:
-    """What only the whole call shows: one device, and outputs with memory of their own."""
-    tensors = {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
+def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
+    """What only the whole call shows: one device, that of `first`, and outputs with memory of their own."""
+    tensors = {first: a[first]} | {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
     expect_same_device(dict(tensors))
     given = {name: tensors[name] for name in outputs if name in tensors}
     expect_disjoint(given, {name: tensor for name, tensor in tensors.items() if name not in given})

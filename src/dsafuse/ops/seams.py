@@ -48,13 +48,13 @@ def _resolve_qk(a: Arguments) -> Config:
     rounding = n.member("rounding", Rounding)
     latent_q = resolve.latent_q(n)
     resolve.same_tokens(a, "q_nope", "kv_c", "k_pe", "index_q", "index_k")
+    activation = resolve.activation_of(a, "q_nope", "kv_c", "k_pe", "index_q", "index_k")
     latent_kv = resolve.latent_kv(n)
     outputs = ("index_q_out", "index_weights_out")
     indexed = _has_index(a, "index_q", INDEX_Q_INPUTS + INDEX_K_INPUTS, outputs)
     index_q = resolve.index_q(index) if indexed else None
     index_k = resolve.index_k(index) if indexed else None
-    activation = resolve.activation_of(a, "q_nope", "kv_c", "index_q", "index_k")
-    resolve.together(a, ("q_out", *outputs))
+    resolve.together(a, "q_nope", ("q_out", *outputs))
     resolve.allocate(a, _qk_shapes(a), a["q_nope"])
     return Config(
         activation,
@@ -195,11 +195,11 @@ def _resolve_latents(a: Arguments) -> Config:
     rounding = n.member("rounding", Rounding)
     norm_q = resolve.norm_q(n)
     resolve.same_tokens(a, "q_c", "kv_c", "k_pe", "index_k")
+    activation = resolve.activation_of(a, "q_c", "kv_c", "k_pe", "index_k")
     latent_kv = resolve.latent_kv(n, norm=True)
     indexed = _has_index(a, "index_k", (*INDEX_K_INPUTS, "index_cos_sin_cache"))
     index_k = resolve.index_k(index) if indexed else None
-    activation = resolve.activation_of(a, "q_c", "kv_c", "k_pe", "index_k")
-    resolve.together(a, ("q_c_out", "kv_c_out", "k_pe_out", "topk_indices"))
+    resolve.together(a, "q_c", ("q_c_out", "kv_c_out", "k_pe_out", "topk_indices"))
     resolve.allocate(a, _latents_shapes(a), a["q_c"])
     return Config(activation, a["fp8_dtype"], rounding, latent_kv=latent_kv, index_k=index_k, norm_q=norm_q)
 
@@ -324,11 +324,11 @@ def _resolve_queries(a: Arguments) -> Config:
     rounding = n.member("rounding", Rounding)
     latent_q = resolve.latent_q(n)
     resolve.same_tokens(a, "q_nope", "index_q")
+    activation = resolve.activation_of(a, "q_nope", "index_q")
     outputs = ("index_q_out", "index_weights_out")
     indexed = _has_index(a, "index_q", INDEX_Q_INPUTS, outputs)
     index_q = resolve.index_q(index) if indexed else None
-    activation = resolve.activation_of(a, "q_nope", "index_q")
-    resolve.together(a, ("q_out", *outputs))
+    resolve.together(a, "q_nope", ("q_out", *outputs))
     resolve.allocate(a, _qk_shapes(a), a["q_nope"])
     return Config(activation, a["fp8_dtype"], rounding, latent_q=latent_q, index_q=index_q)
 
