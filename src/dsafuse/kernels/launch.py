@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -111,33 +112,35 @@ def again(
     compiled = grids.prepare.warmup(*runtime, grid=(programs,), **constants, **launch_options(target))
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     template = [*runtime, *(constants[name] for name in grids.prepare.arg_names[len(runtime) :])]
+    places = [i for i, value in enumerate(runtime) if isinstance(value, torch.Tensor)]
     names = {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    places = [(i, names[id(value)]) for i, value in enumerate(runtime) if isinstance(value, torch.Tensor)]
-    addresses = Addresses(op, arguments, config)
+    tensors_of = itemgetter(*(names[id(runtime[i])] for i in places))
+    fit = Addresses(op, arguments, config).fit
+    current_device, current_stream, hooks = torch.cuda.current_device, driver.active.get_current_stream, launch_hooks()
 
     def launch_again(given: Arguments) -> bool:
-        if torch.cuda.current_device() != device.index or has_launch_hooks():
+        if current_device() != device.index or hooks:
             return False
         if allocate is not None:
             allocate(given)
-        values = template.copy()
-        for place, name in places:
-            values[place] = given[name].data_ptr()
-        if not addresses.fit(values, given):
+        pointers = [tensor.data_ptr() for tensor in tensors_of(given)]
+        if not fit(pointers, given):
             return False
-        stream = driver.active.get_current_stream(device.index)
-        run(programs, 1, 1, stream, function, packed, None, None, None, *values)
+        values = template.copy()
+        for place, pointer in zip(places, pointers):
+            values[place] = pointer
+        run(programs, 1, 1, current_stream(device.index), function, packed, None, None, None, *values)
         return True
 
     return launch_again
 
 
-def has_launch_hooks() -> bool:
-    """Whether a profiler wants to be told of launches, which Triton's own launch does."""
+def launch_hooks() -> list[Any]:
+    """The hooks that Triton's own launch calls, for profilers; the list is Triton's, and changes with time."""
     from triton import knobs
 
-    hooks = knobs.runtime.launch_enter_hook
-    return hooks is not None and bool(getattr(hooks, "calls", True))
+    hooks: list[Any] = knobs.runtime.launch_enter_hook.calls
+    return hooks
 
 
 class Addresses:
@@ -151,11 +154,11 @@ class Addresses:
         self._low_bits = {name: value.data_ptr() % VECTOR_BYTES for name, value in tensors.items()}
         self._sizes = {name: span_bytes(value) for name, value in tensors.items() if value.numel()}
         self._outputs = [name for name in OPS[op].outputs_of(arguments) if name in self._sizes]
-        self._passed: list[Any] = []
+        self._passed: list[int] = []
 
-    def fit(self, values: list[Any], given: Arguments) -> bool:
+    def fit(self, pointers: list[int], given: Arguments) -> bool:
         """Whether every address is aligned as it was, and no output lies over another tensor."""
-        if values == self._passed:
+        if pointers == self._passed:
             return True
         addresses = {name: given[name].data_ptr() for name in self._low_bits if given[name] is not None}
         if any(address % VECTOR_BYTES != self._low_bits[name] for name, address in addresses.items()):
@@ -165,7 +168,7 @@ class Addresses:
             for name, size in self._sizes.items():
                 if name != output and name in addresses and addresses[name] < end and start < addresses[name] + size:
                     return False
-        self._passed = values.copy()
+        self._passed = pointers
         return True
 
 
