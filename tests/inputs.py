@@ -180,9 +180,9 @@ def queries_call(tokens: int = 5, heads: int = 3, **options: Any) -> Call:
     return {name: value for name, value in call.items() if name not in (*keys, *index_keys)}
 
 
-def latents_call(tokens: int = 5, _heads: int = 3, *, width: int = 192, topk: int = 40, **options: Any) -> Call:
-    """Arguments of `prepare_latents`: `width` columns of q_c, `topk` entries of a top-k row."""
-    call = qk_call(tokens, 1, **options)
+def latents_call(tokens: int = 5, heads: int = 3, *, width: int = 192, topk: int = 40, **options: Any) -> Call:
+    """Arguments of `prepare_latents`: `width` columns of q_c, `topk` entries of a top-k row; it has no heads."""
+    call = qk_call(tokens, heads, **options)
     for name in ("q_nope", "q_pe", "q_out", "q_scale", "index_q", "index_weights", "index_weights_scale"):
         call.pop(name, None)
     for name in ("index_q_out", "index_weights_out"):
@@ -218,6 +218,11 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory(call: Call) -> dict[str, torch.Tensor]:
     """A copy of every byte that the call's tensors could reach."""
     return {name: storage_bytes(v).clone() for name, v in call.items() if isinstance(v, torch.Tensor)}
+
+
+def on_cpu(call: Call) -> Call:
+    """The call without its tensors on other devices."""
+    return {name: v for name, v in call.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"}
 
 
 def twin(call: Call) -> Call:

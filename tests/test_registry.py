@@ -13,13 +13,29 @@ import torch
 import dsafuse
 from dsafuse import switches
 from dsafuse.registry import OPS as REGISTERED
-from tests.inputs import FN, FNUZ, OPS, Call, assert_same_memory, call_of, indexer_call, mla_call, run, twin
+from tests.inputs import (
+    EVERY_OP,
+    FN,
+    FNUZ,
+    OPS,
+    SEAMS,
+    Call,
+    assert_same_memory,
+    call_of,
+    indexer_call,
+    latents_call,
+    mla_call,
+    qk_call,
+    queries_call,
+    run,
+    twin,
+)
 
 BOTH = pytest.mark.parametrize("op", OPS)
 
 
 def out_form(op: str) -> Callable[..., None]:
-    return getattr(torch.ops.dsafuse, OPS[op].name).default
+    return getattr(torch.ops.dsafuse, EVERY_OP[op].name).default
 
 
 def without_derived(call: Call) -> Call:
@@ -149,6 +165,12 @@ OPCHECKS: dict[str, tuple[str, Call]] = {
     "mla plain fp32, k_pe with three axes": ("mla", mla_call(3, layout="plain", activation=torch.float32, seed=2)),
     "mla fp8 fp16, k_pe with two axes": ("mla", mla_call(3, layout="fp8", activation=torch.float16, seed=1)),
     "mla fp8_ds_mla, fp8 query": ("mla", mla_call(3, query=FN)),
+    "prepare_qk": ("qk", qk_call(3)),
+    "prepare_qk without an indexer, fp8 query": ("qk", qk_call(3, index=False, query=FN)),
+    "prepare_latents": ("latents", latents_call(3)),
+    "prepare_latents without an indexer": ("latents", latents_call(3, index=False, seed=1)),
+    "prepare_queries": ("queries", queries_call(3)),
+    "prepare_queries fp32, without an indexer": ("queries", queries_call(3, index=False, activation=torch.float32)),
     "indexer bf16": ("indexer", indexer_call(3)),
     "indexer fp32, fp32 scales": ("indexer", indexer_call(3, activation=torch.float32, scale_rule="fp32")),
 }
@@ -174,7 +196,7 @@ def test_opcheck_accepts_the_out_form(op: str, call: Call) -> None:
 
 def compiled(op: str, backend: str, **options: Any) -> Callable[..., Any]:
     def layer(call: Call) -> Any:
-        return OPS[op](**call)
+        return EVERY_OP[op](**call)
 
     torch._dynamo.reset()
     return torch.compile(layer, backend=backend, fullgraph=True, **options)
@@ -214,6 +236,20 @@ def test_one_compiled_graph_serves_any_number_of_tokens(op: str) -> None:
         for a, b in zip(*((r,) if op == "mla" else r for r in (got, want)), strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["with an indexer", "without"])
+@pytest.mark.parametrize("op", SEAMS)
+def test_a_compiled_seam_has_no_break_and_the_same_bytes(op: str, index: bool) -> None:
+    call = call_of(op, 3, index=index)
+    call |= {name: None for name in ("q_out", "index_q_out", "index_weights_out", "q_c_out") if name in call}
+    mine, theirs = twin(call), twin(call)
+    got, want = compiled(op, "aot_eager")(mine), EVERY_OP[op](**theirs)
+    assert_same_memory(mine, theirs)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
+        assert (a is None) is (b is None)
+        if a is not None:
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @BOTH

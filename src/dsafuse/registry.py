@@ -60,12 +60,15 @@ class Op(Generic[P, R]):
         self.index_prefix = index_prefix
         self.output_names = output_names
         self.mutates = mutates
+        # Caches may share one storage, block by block; whatever else is written needs memory of its own.
+        self.own_memory = (*output_names, *(name for name in mutates if not name.endswith("kv_cache")))
         self._resolve = resolve
         self._outputs = outputs
         self._derived = derived
         self._signature = inspect.signature(oracle)
         parameters = self._signature.parameters.values()
         self._names = tuple(p.name for p in parameters)
+        self._name_set = frozenset(self._names)
         self._positional = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         hints = get_type_hints(oracle)
@@ -138,22 +141,14 @@ class Op(Generic[P, R]):
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         # inspect.Signature.bind costs more than a launch; it is asked only to word the error.
         arguments = {**self._defaults, **dict(zip(self._positional, args)), **kwargs}
-        if len(arguments) != len(self._names) or len(args) + len(kwargs) > len(self._names):
-            self._signature.bind(*args, **kwargs)
-        for name in self._positional[: len(args)]:
-            if name in kwargs:
-                self._signature.bind(*args, **kwargs)
-        if len(args) > len(self._positional):
+        repeated = args and not kwargs.keys().isdisjoint(self._positional[: len(args)])
+        if arguments.keys() != self._name_set or repeated or len(args) > len(self._positional):
             self._signature.bind(*args, **kwargs)
         return arguments
 
     def _result(self, arguments: Arguments) -> R:
         results = tuple(arguments[name] for name in self.output_names)
         return results[0] if len(results) == 1 else results  # type: ignore[return-value]
-
-    def outputs_of(self, arguments: Arguments) -> Shapes:
-        """Shapes and dtypes of the outputs that these arguments have."""
-        return self._outputs(arguments)
 
     def _allocate(self, arguments: Arguments) -> None:
         """Make the outputs that are not given, without checks."""

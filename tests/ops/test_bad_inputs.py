@@ -20,6 +20,7 @@ from tests.inputs import (
     indexer_call,
     memory,
     mla_call,
+    on_cpu,
     run,
     seeded,
 )
@@ -113,7 +114,12 @@ MLA: dict[str, Bad] = {
     "another rotary width": ("mla", cut("q_pe", ..., slice(32)), ValueError, r"^q_pe: got shape .* expected .*rope=64"),
     "q_pe with other heads": ("mla", cut("q_pe", slice(None), slice(2)), ValueError, r"^q_pe: got shape .*heads=3"),
     "q_pe with other tokens": ("mla", cut("q_pe", slice(4)), ValueError, r"^q_pe: got shape \(4, .*tokens=5"),
-    "kv_c with other tokens": ("mla", cut("kv_c", slice(4)), ValueError, r"^kv_c: got 4 tokens, expected tokens=5 as q_nope"),
+    "kv_c with other tokens": (
+        "mla",
+        cut("kv_c", slice(4)),
+        ValueError,
+        r"^kv_c: got 4 tokens, expected tokens=5 as q_nope",
+    ),
     "kv_c too narrow": ("mla", cut("kv_c", ..., slice(128)), ValueError, r"^kv_c: got shape \(5, 128\), .*latent=512"),
     "k_pe with two heads": (
         "mla",
@@ -639,10 +645,6 @@ GRADS = {
     "mla": ("q_nope", "q_pe", "kv_c", "k_pe", "cos_sin_cache", "q_out"),
     "indexer": ("q", "weights", "k", "norm_weight", "norm_bias", "cos_sin_cache", "weights_out"),
 }
-
-
-def on_cpu(call: Call) -> Call:
-    return {name: v for name, v in call.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"}
 
 
 def assert_refused(op: str, call: Call, error: type[Exception], message: str) -> None:

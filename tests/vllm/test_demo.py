@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsafuse.vllm import demo, demo_view
+from dsafuse.vllm import arms, demo, demo_view
 
 CELL = demo.Cell("glm-5", "fp8")
 OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "why", "reasons": []}
@@ -29,11 +29,11 @@ def calls(mla: int, indexer: int, fallback: int = 0) -> dict[str, dict[str, int]
     return {"mla": {"fused": mla, "fallback": fallback}, "indexer": {"fused": indexer, "fallback": 0}}
 
 
-UNFUSED = demo.ArmResult([[1, 2, 3], [4, 5, 6]], [0.3, 0.02, 0.01, 0.04], calls(0, 0), [])
-FUSED = demo.ArmResult([[1, 2, 3], [4, 5, 6]], [3.0, 0.3, 0.3, 0.3], calls(8, 4), PLANS)
+UNFUSED = arms.ArmResult([[1, 2, 3], [4, 5, 6]], [0.3, 0.02, 0.01, 0.04], calls(0, 0), [])
+FUSED = arms.ArmResult([[1, 2, 3], [4, 5, 6]], [3.0, 0.3, 0.3, 0.3], calls(8, 4), PLANS)
 
 
-def fused(**changes: Any) -> demo.ArmResult:
+def fused(**changes: Any) -> arms.ArmResult:
     return replace(FUSED, **changes)
 
 
@@ -65,7 +65,7 @@ def test_two_equal_arms_are_a_success() -> None:
         (UNFUSED, fused(plans=refused()), "indexer was not fused: head_dim must be 128, got 64"),
     ],
 )
-def test_each_failure_is_a_problem(unfused: demo.ArmResult, arm: demo.ArmResult, problem: str) -> None:
+def test_each_failure_is_a_problem(unfused: arms.ArmResult, arm: arms.ArmResult, problem: str) -> None:
     result = demo.compare(CELL, unfused, arm, "interpreter")
     assert any(problem in found for found in result.problems)
     assert not demo.DemoResult([result], [], [72, 16], 1.0).ok
@@ -95,10 +95,10 @@ def test_a_crashed_arm_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch,
     result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"])
     assert not result.ok
     assert len(result.problems) == 2
-    for arm, problem in zip((demo.UNFUSED, demo.FUSED), sorted(result.problems, reverse=True), strict=True):
+    for arm, problem in zip(("un-fused", "fused glm-5"), sorted(result.problems, reverse=True), strict=True):
         lines = problem.splitlines()
         assert lines[0] == f"the {arm} arm ended with exit code 3; the end of its log:"
-        assert (lines[-1], len(lines)) == ("out of luck", 1 + demo.LOG_LINES)
+        assert (lines[-1], len(lines)) == ("out of luck", 1 + arms.LOG_LINES)
 
 
 def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
     hang.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hang))
     result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"], timeout_seconds=1)
-    assert result.problems == ["the un-fused arm did not end in time", "the fused arm did not end in time"]
+    assert result.problems == ["the un-fused arm did not end in time", "the fused glm-5 arm did not end in time"]
     assert result.seconds < 60
 
 
@@ -147,6 +147,6 @@ def test_the_kernels_serve_both_models_with_the_same_tokens() -> None:
     assert [cell.problems for cell in result.cells] == [[], []]
     assert result.ok
     assert all(cell.providers == ["interpreter"] for cell in result.cells)
-    for arm in (demo.UNFUSED, demo.FUSED):
-        assert [done for name, done, _ in heard if name == arm][-1] == 2 * 9
+    ends = {arm: (done, work) for arm, done, work in heard}
+    assert ends == {"un-fused": (18, 18), "fused deepseek-v3.2": (9, 9), "fused glm-5": (9, 9)}
     assert json.loads(json.dumps(result.as_dict()))["ok"] is True

@@ -1,20 +1,32 @@
-"""Cases: frozen records of everything that shapes one call, and the named sets of them.
+"""Cases: frozen records of everything that shapes one call, as the set of roles that its op is.
 
-A case's name lists the fields that differ from the defaults, as `tokens=257,layout=fp8`, and tells the whole case:
-with a seed and a device it reproduces the call byte for byte.
+A case's name lists the fields that differ from the defaults, as `tokens=257,layout=fp8`, and with its op tells the
+whole case: with a seed and a device it reproduces the call byte for byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 import torch
 
-from dsafuse.check.covering import pairwise
 from dsafuse.numerics import FP8_FORMATS
-from dsafuse.target import Target
+
+MLA = "fused_qk_rope_concat_and_cache_mla"
+INDEXER = "indexer_qk_rope_quant_and_cache"
+PREPARE_QK = "prepare_qk"
+PREPARE_LATENTS = "prepare_latents"
+PREPARE_QUERIES = "prepare_queries"
+
+ROLES: dict[str, frozenset[str]] = {
+    MLA: frozenset({"latent_q", "latent_kv"}),
+    INDEXER: frozenset({"index_q", "index_k"}),
+    PREPARE_QK: frozenset({"latent_q", "latent_kv", "index_q", "index_k"}),
+    PREPARE_LATENTS: frozenset({"norm_q", "latent_kv", "index_k"}),
+    PREPARE_QUERIES: frozenset({"latent_q", "index_q"}),
+}
+"""The roles of each op."""
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -27,51 +39,98 @@ DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
 }
 
-CaseT = TypeVar("CaseT", bound="Case")
+
+def _of(default: Any, *roles: str) -> Any:
+    """A field that only ops with one of these roles have; without roles, every op."""
+    return field(default=default, metadata={"roles": frozenset(roles)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What the ops' cases have in common. The values that each field may take stand in CHOICES."""
+    """A call of `op`. Fields of roles that the op lacks keep their defaults; CHOICES and COUNTS hold the values."""
 
-    op: ClassVar[str] = ""
+    op: str
 
-    tokens: int = 7
-    heads: int = 16
-    activation: str = "bf16"
-    fp8: str = "e4m3fn"
-    block_size: int = 64
-    rounding: str = "split"
-    rope_style: str = "interleaved"
-    table: str = "fp32"
-    positions: str = "int64"
-    slots: str = "int64"
-    slot_rule: str = "permuted"
-    """permuted: all live; short: fewer slots than tokens; negative: a third of them; beyond: slots beyond the
-    cache and positions beyond the table, too."""
-    strides: str = "engine"
+    tokens: int = _of(7)
+    activation: str = _of("bf16")
+    fp8: str = _of("e4m3fn")
+    rounding: str = _of("split")
+    positions: str = _of("int64")
+    position_rule: str = _of("inside")
+    """inside the rope table; or outside: below, above, and far above it, now and then."""
+    strides: str = _of("engine")
     """engine: transposed and sliced as projections leave them; odd: rows off the 16-byte grid; broadcast: stride 0."""
-    out: str = "given"
+    out: str = _of("given")
     """allocated: by the op; given: contiguous; wide: more heads, padded rows; odd: the same off the 16-byte grid."""
-    cache: str = "bytes"
-    """bytes: uint8; typed: the fp8 dtype. A plain cache has the activation dtype."""
-    cache_strides: str = "dense"
-    """dense; gaps: padding between blocks, and between rows where the layout admits it; odd: off the 16-byte grid."""
-    values: str = "normal"
+    values: str = _of("normal")
     """normal; magnitudes: 2**-12 to 2**10 by row; ties: fp8 midpoints and overflows; special: NaN, inf, -0, ..."""
-    capacity: str = "snug"
-    """snug: little more than the tokens need; huge: beyond 4 GiB, slots at both ends."""
+    capacity: str = _of("snug", "latent_kv", "index_k", "latent_q", "index_q")
+    """snug: caches little larger than the tokens need; huge: beyond 4 GiB, slots at both ends."""
+    index: str = _of("present")
+    """Whether the op gets the indexer's arguments. Absent: the call of a layer without an indexer."""
+
+    heads: int = _of(16, "latent_q")
+    query: str = _of("activation", "latent_q")
+    key_rank: int = _of(2, "latent_kv")
+    """Axes of k_pe: [tokens, 64] or [tokens, 1, 64]."""
+    rope_style: str = _of("interleaved", "latent_q", "latent_kv")
+    table: str = _of("fp32", "latent_q", "latent_kv")
+    scale: str = _of("ordinary", "latent_q", "latent_kv")
+    """ordinary; power: of two, so that ties stay ties; zero, nan, inf, negative: on a GPU only."""
+    layout: str = _of("plain", "latent_kv")
+    block_size: int = _of(64, "latent_kv")
+    slots: str = _of("int64", "latent_kv")
+    slot_rule: str = _of("permuted", "latent_kv")
+    """permuted: all live; short: fewer slots than tokens; negative: a third of them; beyond: the cache, now and then."""
+    cache: str = _of("bytes", "latent_kv")
+    """bytes: uint8; typed: the fp8 dtype. A plain cache has the activation dtype."""
+    cache_strides: str = _of("dense", "latent_kv")
+    """dense; gaps: padding between blocks, and between rows where the layout admits it; odd: off the 16-byte grid."""
+
+    q_width: int = _of(1536, "norm_q")
+    """q_lora_rank."""
+    q_norm: str = _of("bf16", "norm_q")
+    kv_norm: str = _of("bf16", "norm_q")
+    """dtypes of q_norm_weight and kv_norm_weight."""
+    topk: str = _of("narrow", "norm_q")
+    """absent; narrow: padded rows, off the 16-byte grid, more of them than tokens; wide: 2,048 a token."""
+    key_outs: str = _of("given", "norm_q")
+    """Whether kv_c_out and k_pe_out are given, or absent."""
+
+    index_heads: int = _of(32, "index_q")
+    weights: str = _of("fp32", "index_q")
+    scale_rule: str = _of("ue8m0", "index_q", "index_k")
+    index_rope_style: str = _of("neox", "index_q", "index_k")
+    index_table: str = _of("fp32", "index_q", "index_k")
+    norm: str = _of("fp32", "index_k")
+    """dtype of the indexer's norm_weight and norm_bias."""
+    index_block_size: int = _of(64, "index_k")
+    index_slots: str = _of("int64", "index_k")
+    index_slot_rule: str = _of("permuted", "index_k")
+    index_cache: str = _of("bytes", "index_k")
+    index_cache_strides: str = _of("dense", "index_k")
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles of the call: those of its op, but for the indexer's where that is absent."""
+        roles = ROLES[self.op]
+        return frozenset(role for role in roles if role[:5] != "index") if self.index == "absent" else roles
+
+    @property
+    def normed(self) -> bool:
+        """Whether the latent key is normed in the call."""
+        return "norm_q" in self.roles
 
     @property
     def name(self) -> str:
         """The fields that differ from the defaults; `default` if none does."""
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in _named_fields() if getattr(self, f.name) != f.default]
         return ",".join(parts) or "default"
 
-    @classmethod
-    def named(cls: type[CaseT], name: str) -> CaseT:
-        """The case called `name`. Raises ValueError for a field or a value that does not exist."""
-        known = {f.name: f for f in fields(cls)}
+    @staticmethod
+    def named(op: str, name: str) -> Case:
+        """The case of `op` called `name`. Raises ValueError for a field or a value that the op does not have."""
+        known = fields_of(op)
         values: dict[str, Any] = {}
         for part in [] if name == "default" else name.split(","):
             key, _, value = part.partition("=")
@@ -86,108 +145,69 @@ class Case:
                 if not value.isdecimal() or not low <= int(value) <= high:
                     raise ValueError(f"case: got {key}={value}, expected an integer from {low} to {high}")
                 values[key] = int(value)
-        return cls(**values)
+        return Case(op=op, **values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaCase(Case):
-    """A call of `fused_qk_rope_concat_and_cache_mla`."""
-
-    op: ClassVar[str] = "fused_qk_rope_concat_and_cache_mla"
-
-    layout: str = "plain"
-    query: str = "activation"
-    key_rank: int = 2
-    """Axes of k_pe: [tokens, 64] or [tokens, 1, 64]."""
-    scale: str = "ordinary"
-    """ordinary; power: of two, so that ties stay ties; zero, nan, inf, negative: on a GPU only."""
+def _named_fields() -> list[Field[Any]]:
+    return [f for f in fields(Case) if f.name != "op"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerCase(Case):
-    """A call of `indexer_qk_rope_quant_and_cache`."""
-
-    op: ClassVar[str] = "indexer_qk_rope_quant_and_cache"
-
-    rope_style: str = "neox"
-    scale_rule: str = "ue8m0"
-    weights: str = "fp32"
-    norm: str = "fp32"
-    """dtype of norm_weight and norm_bias."""
+def has_index_switch(op: str) -> bool:
+    """Whether the op also serves layers without an indexer."""
+    return bool({"latent_q", "latent_kv"} & ROLES[op]) and bool({"index_q", "index_k"} & ROLES[op])
 
 
-CASES: dict[str, type[Case]] = {case.op: case for case in (MlaCase, IndexerCase)}
+def fields_of(op: str, roles: frozenset[str] | None = None) -> tuple[str, ...]:
+    """The fields that shape a call of `op`, or of some roles of it."""
+    roles = ROLES[op] if roles is None else roles
+    shared = [f for f in _named_fields() if not f.metadata["roles"] or f.metadata["roles"] & roles]
+    return tuple(f.name for f in shared if f.name != "index" or has_index_switch(op))
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ("bf16", "fp16", "fp32"),
     "fp8": ("e4m3fn", "e4m3fnuz"),
     "rounding": ("split", "fp32"),
-    "table": ("fp32", "bf16", "fp16"),
     "positions": ("int64", "int32"),
-    "slots": ("int64", "int32"),
-    "slot_rule": ("permuted", "short", "negative", "beyond"),
+    "position_rule": ("inside", "outside"),
     "strides": ("engine", "odd", "broadcast", "contiguous"),
     "out": ("given", "allocated", "wide", "odd"),
-    "cache": ("bytes", "typed"),
-    "cache_strides": ("dense", "gaps", "odd"),
     "values": ("normal", "magnitudes", "ties", "special"),
     "capacity": ("snug", "huge"),
-    "rope_style": ("interleaved", "neox"),
-    "layout": ("plain", "fp8", "fp8_ds_mla"),
+    "index": ("present", "absent"),
     "query": ("activation", "fp8"),
+    "rope_style": ("interleaved", "neox"),
+    "table": ("fp32", "bf16", "fp16"),
     "scale": ("ordinary", "power", "zero", "nan", "inf", "negative"),
-    "scale_rule": ("ue8m0", "fp32"),
+    "layout": ("plain", "fp8", "fp8_ds_mla"),
+    "slots": ("int64", "int32"),
+    "slot_rule": ("permuted", "short", "negative", "beyond"),
+    "cache": ("bytes", "typed"),
+    "cache_strides": ("dense", "gaps", "odd"),
+    "q_norm": ("bf16", "fp32", "fp16"),
+    "kv_norm": ("bf16", "fp32"),
+    "topk": ("narrow", "absent", "wide"),
+    "key_outs": ("given", "absent"),
     "weights": ("fp32", "bf16", "fp16", "fp64"),
+    "scale_rule": ("ue8m0", "fp32"),
+    "index_rope_style": ("neox", "interleaved"),
+    "index_table": ("fp32", "bf16"),
     "norm": ("fp32", "bf16"),
+    "index_slots": ("int64", "int32"),
+    "index_slot_rule": ("permuted", "short", "negative", "beyond"),
+    "index_cache": ("bytes", "typed"),
+    "index_cache_strides": ("dense", "gaps", "odd"),
 }
 
-COUNTS = {"tokens": (0, 2**20), "heads": (1, 256), "block_size": (1, 4096), "key_rank": (2, 3)}
+COUNTS = {
+    "tokens": (0, 2**20),
+    "heads": (1, 256),
+    "index_heads": (1, 256),
+    "block_size": (1, 4096),
+    "index_block_size": (1, 4096),
+    "key_rank": (2, 3),
+    "q_width": (1, 8192),
+}
 """The range of each field that is a number."""
-
-SETS = ("quick", "full")
-
-_TOKENS = {"quick": (0, 1, 7, 32), "full": (0, 1, 7, 32, 257, 1023, 8192)}
-_HEADS = {MlaCase.op: (1, 7, 16, 96, 128), IndexerCase.op: (1, 7, 16, 32, 64, 96, 128)}
-_BLOCK_SIZES = (1, 16, 64, 128)
-
-
-def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
-    """The axes whose pairs a set covers: what both ops share, what is the op's own, and what the target admits."""
-    formats = tuple(name for name in CHOICES["fp8"] if DTYPES[name] in target.fp8)
-    covered: dict[str, tuple[Any, ...]] = {
-        "tokens": _TOKENS[which],
-        "heads": _HEADS[op],
-        "block_size": _BLOCK_SIZES,
-        "key_rank": (2, 3),
-        **CHOICES,
-        "fp8": formats or ("e4m3fn",),
-    }
-    if not target.gpu:
-        # On CPU such a scale is a ValueError, which tests of the arguments cover.
-        covered["scale"] = ("ordinary", "power")
-    known = {f.name for f in fields(CASES[op])} - {"capacity"}
-    return {name: values for name, values in covered.items() if name in known}
-
-
-def case_set(op: str, which: str, target: Target) -> list[Case]:
-    """The cases of one op: a pairwise covering set, and, for `full` on a GPU, those beyond 32-bit offsets."""
-    rows: list[Mapping[str, Any]] = list(pairwise(axes(op, which, target)))
-    if which == "full" and target.gpu:
-        rows += _BEYOND_32_BITS[op]
-    return [CASES[op](**row) for row in rows]
-
-
-# 32768 x 128 x 576 and 140000 x 128 x 128 elements pass 2**31.
-_BEYOND_32_BITS: dict[str, tuple[Mapping[str, Any], ...]] = {
-    MlaCase.op: (
-        {"tokens": 32768, "heads": 128, "query": "fp8", "layout": "fp8", "capacity": "huge"},
-        {"tokens": 257, "query": "fp8", "layout": "fp8_ds_mla", "capacity": "huge"},
-        {"tokens": 257, "layout": "plain", "capacity": "huge", "block_size": 1, "cache_strides": "gaps"},
-    ),
-    IndexerCase.op: (
-        {"tokens": 140000, "heads": 128, "capacity": "huge"},
-        {"tokens": 257, "capacity": "huge", "block_size": 1},
-    ),
-}
 
 assert {DTYPES[name] for name in CHOICES["fp8"]} == set(FP8_FORMATS)

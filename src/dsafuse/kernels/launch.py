@@ -153,7 +153,7 @@ class Addresses:
         tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         self._low_bits = {name: value.data_ptr() % VECTOR_BYTES for name, value in tensors.items()}
         self._sizes = {name: span_bytes(value) for name, value in tensors.items() if value.numel()}
-        self._outputs = [name for name in OPS[op].outputs_of(arguments) if name in self._sizes]
+        self._outputs = [name for name in OPS[op].own_memory if name in self._sizes]
         self._passed: list[int] = []
 
     def fit(self, pointers: list[int], given: Arguments) -> bool:
@@ -344,6 +344,7 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
         constants["UE8M0"] = index_q.scale_rule == ScaleRule.UE8M0
     if (index_k := config.index_k) is not None:
         constants["INDEX_K"] = 1
+        constants["INDEX_LAYOUT"] = index_k.layout
         constants["INDEX_BLOCK_SIZE"] = index_k.block_size
         constants["INDEX_NEOX"] = index_k.rope_style == RopeStyle.NEOX
         constants["UE8M0"] = index_k.scale_rule == ScaleRule.UE8M0
@@ -365,6 +366,7 @@ _ABSENT_CONSTANTS = {
     "QUERY_FP8": False,
     "Q_WIDTH": 1,
     "TOPK": 0,
+    "INDEX_LAYOUT": None,
     "INDEX_BLOCK_SIZE": 1,
     "INDEX_NEOX": False,
     "UE8M0": False,

@@ -33,7 +33,9 @@ ROPE = tl.constexpr(layouts.ROPE_DIM)
 INDEX = tl.constexpr(layouts.INDEX_DIM)
 DS_SCALE_BYTES = tl.constexpr(layouts.FP8_DS_MLA.offset_bytes("scale"))
 DS_ROPE_BYTES = tl.constexpr(layouts.FP8_DS_MLA.offset_bytes("rope"))
-FLAT_SCALE_BYTES = tl.constexpr(layouts.FLAT.offset_bytes("scale"))
+KEY_SCALE_BYTES = tl.constexpr(layouts.FLAT.offset_bytes("scale"))
+TILE_TOKENS = tl.constexpr(layouts.TILED16.fields[0].tile.tokens)
+TILE_BYTES = tl.constexpr(layouts.TILED16.fields[0].tile.bytes)
 INDEX_Q_FLOOR = tl.constexpr(numerics.INDEX_Q_FLOOR)
 INDEX_K_FLOOR = tl.constexpr(numerics.INDEX_K_FLOOR)
 DS_MLA_FLOOR = tl.constexpr(numerics.DS_MLA_FLOOR)
@@ -329,6 +331,23 @@ def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
 
 
 @triton.jit
+def store_tiled_pairs(base, row, FIRST: tl.constexpr, x1, x2, NEOX: tl.constexpr, ALIGN: tl.constexpr):
+    """store_pairs of a lone row's bytes FIRST to FIRST + 63 into a block of tiles; FIRST is at a tile's edge."""
+    tile = tl.arange(0, 1)[:, None] + row // TILE_TOKENS * (TILE_TOKENS * INDEX) + row % TILE_TOKENS * TILE_BYTES
+    pair = tl.arange(0, ROPE // 2)[None, :]
+    byte1 = FIRST + pair if NEOX else FIRST + 2 * pair
+    byte2 = byte1 + (ROPE // 2 if NEOX else 1)
+    place1 = tile + byte1 // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte1 % TILE_BYTES
+    place2 = tile + byte2 // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte2 % TILE_BYTES
+    if NEOX:
+        store_row_tile(base, place1, x1, None, ALIGN)
+        store_row_tile(base, place2, x2, None, ALIGN)
+    else:
+        tl.store(base + place1, x1)
+        tl.store(base + place2, x2)
+
+
+@triton.jit
 def store_index_row(
     x1,
     x2,
@@ -337,6 +356,7 @@ def store_index_row(
     slot,
     cache_ptr,
     cache_stride_block,
+    LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
@@ -351,10 +371,14 @@ def store_index_row(
     bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
     block = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block
     row = slot % BLOCK_SIZE
-    values = block + row * INDEX + tl.arange(0, 1)[:, None]
-    store_pairs(bytes_ptr, values, c1, c2, None, NEOX, CACHE_ALIGN)
-    store_pairs(bytes_ptr, values + ROPE, d1, d2, None, NEOX, CACHE_ALIGN)
-    scale_ptr = (bytes_ptr + block + BLOCK_SIZE * FLAT_SCALE_BYTES).to(tl.pointer_type(tl.float32))
+    if LAYOUT == "tiled16":
+        store_tiled_pairs(bytes_ptr + block, row, 0, c1, c2, NEOX, CACHE_ALIGN)
+        store_tiled_pairs(bytes_ptr + block, row, ROPE, d1, d2, NEOX, CACHE_ALIGN)
+    else:
+        values = block + row * INDEX + tl.arange(0, 1)[:, None]
+        store_pairs(bytes_ptr, values, c1, c2, None, NEOX, CACHE_ALIGN)
+        store_pairs(bytes_ptr, values + ROPE, d1, d2, None, NEOX, CACHE_ALIGN)
+    scale_ptr = (bytes_ptr + block + BLOCK_SIZE * KEY_SCALE_BYTES).to(tl.pointer_type(tl.float32))
     tl.store(scale_ptr + row + tl.arange(0, 1), scale)
 
 
@@ -375,6 +399,7 @@ def index_k(
     slots_ptr,
     slot_count,
     capacity,
+    LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
@@ -404,6 +429,7 @@ def index_k(
             slot,
             cache_ptr,
             cache_stride_block,
+            LAYOUT,
             BLOCK_SIZE,
             NEOX,
             UE8M0,

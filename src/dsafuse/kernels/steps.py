@@ -220,6 +220,7 @@ def write_key(
             slot_mapping,
             slot_mapping.shape[0],
             kv_cache.shape[0] * kv_cache.shape[1],
+            LAYOUT=role.layout,
             BLOCK_SIZE=role.block_size,
             NEOX=role.rope_style == RopeStyle.NEOX,
             UE8M0=role.scale_rule == ScaleRule.UE8M0,

@@ -72,7 +72,8 @@ def indexer_qk_rope_quant_and_cache(
         weights: [tokens, heads] any float dtype; row stride free.
         k: [tokens, 128] dtype of q; row stride free (usually a slice of a wider GEMM output).
         kv_cache: [blocks, block_size, >= 132] uint8 or fp8_dtype, written in place. Layout "flat": in each block
-            block_size x 128 fp8, then block_size fp32 scales; blocks contiguous, 4-byte aligned.
+            block_size x 128 fp8, then block_size fp32 scales; blocks contiguous, 4-byte aligned. Layout "tiled16": the
+            same, but value d of token t at (t // 16) * 2048 + (d // 16) * 256 + (t % 16) * 16 + d % 16.
         slot_mapping: [<= tokens] int32 | int64; block * block_size + row; negative means "do not write".
         norm_weight, norm_bias: [128], each in its own float dtype; LayerNorm affine.
         positions: [tokens] int32 | int64; row of cos_sin_cache, clamped into it.
@@ -81,7 +82,7 @@ def indexer_qk_rope_quant_and_cache(
         weights_scale: folded into weights_out; softmax_scale * heads**-0.5 in the models.
         eps: added to the variance.
         rope_style: "neox" pairs (i, i + 32): DeepSeek-V3.2. "interleaved" pairs (2i, 2i + 1): GLM-5.x.
-        kv_layout: "flat".
+        kv_layout: "flat", or "tiled16" for block sizes that are multiples of 16 (AITER's preshuffled cache).
         scale_rule: "ue8m0", the smallest power of two that fits, or "fp32", the exact quotient amax / fp8_max.
         q_out: [tokens, >= heads, 128] fp8_dtype, allocated if None; strides free.
         weights_out: [tokens, >= heads] fp32, allocated if None; row stride free.

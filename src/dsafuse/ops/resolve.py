@@ -171,7 +171,13 @@ def index_k(n: Named) -> IndexK:
     if n["kv_layout"] not in INDEXER_LAYOUTS:
         raise ValueError(f"{n.name('kv_layout')}: got {n['kv_layout']!r}, expected one of {', '.join(INDEXER_LAYOUTS)}")
     kv_cache = expect_tensor(n.name("kv_cache"), n["kv_cache"])
-    expect_cache(n.name("kv_cache"), kv_cache, INDEXER_LAYOUTS[n["kv_layout"]], activation)
+    layout = INDEXER_LAYOUTS[n["kv_layout"]]
+    expect_cache(n.name("kv_cache"), kv_cache, layout, activation)
+    if kv_cache.shape[1] % layout.block_multiple:
+        raise ValueError(
+            f"{n.name('kv_layout')}: got {layout.name!r} with block_size {kv_cache.shape[1]}, "
+            f"expected a block_size that is a multiple of {layout.block_multiple}"
+        )
     expect_fp8_dtype(n["fp8_dtype"], {n.name("kv_cache"): kv_cache.dtype})
     return IndexK(
         n["kv_layout"], kv_cache.shape[1], n.member("rope_style", RopeStyle), n.member("scale_rule", ScaleRule)

@@ -52,14 +52,12 @@ def write_rows(
     activation: torch.dtype,
 ) -> None:
     """Put `rows[field]` [tokens, count] where slots say; a slot outside the cache, or none, writes nothing."""
-    blocks, block_size = kv_cache.shape[:2]
     slots = slot_mapping.long()
-    live = (slots >= 0) & (slots < blocks * block_size)
+    live = (slots >= 0) & (slots < kv_cache.shape[0] * kv_cache.shape[1])
     where = slots[live]
     for name, values in rows.items():
         stored = values[: len(slots)][live].contiguous().view(torch.uint8)
-        field = layout.field_bytes(kv_cache, name, activation)
-        field[where // block_size, where % block_size] = stored
+        layout.store_rows(kv_cache, name, activation, where, stored)
 
 
 def latent_kv(

@@ -1,39 +1,27 @@
 """The main job: small DSA models served by the real vLLM engine, un-fused and fused, giving the same tokens.
 
-Two arms run side by side, each a process of its own (`dsafuse.vllm.arm`) that serves every cell: a model and a
-KV-cache dtype. The un-fused arm runs vLLM's own model code, the fused arm the same code with dsafuse's ops at work,
+Two arms serve the same cells, a model and a KV-cache dtype each, in processes of their own (`dsafuse.vllm.arm`). The
+un-fused arm runs vLLM's own model code, the fused arm the same code with dsafuse's ops at work,
 on provider `interpreter`: the real Triton kernels. Under both lies our CPU backend, which reads the caches with code
 of its own, so bytes in a wrong place would show.
 """
 
 import importlib.util
-import json
-import os
-import queue
-import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from dsafuse.vllm import checkpoints
-from dsafuse.vllm.arm import ENVIRONMENT
+from dsafuse.vllm.arms import Arm, ArmResult, Report, serve
 
 UNFUSED, FUSED = "un-fused", "fused"
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 # What one layer launches on a GPU for the work that one fused op does: see the op's page in docs.
 LAUNCHES_REPLACED = {"mla": 4, "indexer": 5}
-LOG_LINES = 20
-
-# (arm, work done, work in all, what it is doing)
-Report = Callable[[str, int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -45,21 +33,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.kv_cache_dtype} cache"
-
-
-@dataclass(frozen=True)
-class ArmResult:
-    """What one arm said about one cell."""
-
-    tokens: list[list[int]]
-    step_seconds: list[float]
-    calls: dict[str, dict[str, int]]
-    plans: list[dict[str, Any]]
-
-    @property
-    def decode_step_ms(self) -> float:
-        """Median time of a decode step; the first step is the prefill."""
-        return 1000 * statistics.median(self.step_seconds[1:] or self.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -163,29 +136,25 @@ def run(
         directory = Path(place)
         for model in models:
             checkpoints.write(checkpoints.FAMILIES[model], directory / model, seed)
-        job = {
-            "prompts": prompts,
-            "max_tokens": max_tokens,
-            "cells": [
-                {"checkpoint": str(directory / cell.model), "kv_cache_dtype": cell.kv_cache_dtype} for cell in cells
-            ],
-        }
-        with ExitStack() as stack:
-            arms = [
-                stack.enter_context(Arm(name, job, settings, directory))
-                for name, settings in (
-                    (UNFUSED, {"DSAFUSE_MODE": "off"}),
-                    (FUSED, {"DSAFUSE_PROVIDER": provider}),
-                )
-            ]
-            problems = _follow(
-                arms, report or (lambda *_: None), start + timeout_seconds, len(cells) * (max_tokens + 1)
-            )
-            unfused, fused = (arm.results for arm in arms)
+
+        def arm(name: str, served: list[Cell], settings: dict[str, str]) -> Arm[Cell]:
+            job = {
+                cell: {"checkpoint": str(directory / cell.model), "kv_cache_dtype": cell.kv_cache_dtype}
+                for cell in served
+            }
+            return Arm(name, job, prompts, max_tokens, settings, directory / f"{name}.log")
+
+        off = [arm(UNFUSED, cells, {"DSAFUSE_MODE": "off"})]
+        # Interpreting takes most of the time. A process for each model lets two cores share it.
+        on = [
+            arm(f"{FUSED} {model}", [cell for cell in cells if cell.model == model], {"DSAFUSE_PROVIDER": provider})
+            for model in models
+        ]
+        problems = serve([*off, *on], report or (lambda *_: None), start + timeout_seconds)
+    unfused = {cell: result for arm in off for cell, result in arm.results.items()}
+    fused = {cell: result for arm in on for cell, result in arm.results.items()}
     compared = [
-        compare(cell, unfused[number], fused[number], provider)
-        for number, cell in enumerate(cells)
-        if number in unfused and number in fused
+        compare(cell, unfused[cell], fused[cell], provider) for cell in cells if cell in unfused and cell in fused
     ]
     if not problems and len(compared) < len(cells):
         problems.append(f"{len(cells)} cells were to be served, {len(compared)} were")
@@ -226,85 +195,3 @@ def compare(cell: Cell, unfused: ArmResult, fused: ArmResult, provider: str) -> 
         if fused.calls[op] != expected:
             problems.append(f"{cell}: {op} calls in {steps} steps: {fused.calls[op]}, expected {expected}")
     return CellResult(cell, unfused, fused, list(dict.fromkeys(problems)))
-
-
-class Arm:
-    """A process that serves the cells of a job; its events arrive in a queue, its log in a file."""
-
-    def __init__(self, name: str, job: dict[str, Any], settings: dict[str, str], directory: Path) -> None:
-        self.name = name
-        self.results: dict[int, ArmResult] = {}
-        self.events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._job = json.dumps(job)
-        self._log = directory / f"{name}.log"
-        self._environment = {
-            # What the caller has set for dsafuse or for vLLM's plugins would make it another comparison.
-            **{key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")},
-            **ENVIRONMENT,
-            "VLLM_PLUGINS": "dsafuse",
-            **settings,
-        }
-
-    def __enter__(self) -> "Arm":
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dsafuse.vllm.arm"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._environment,
-                text=True,
-            )
-        assert self.process.stdin is not None
-        # A process that is dead already takes no job; its exit code and its log say why.
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(self._job)
-        threading.Thread(target=self._read, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.put(json.loads(line))
-        self.events.put(None)
-
-    def problem(self) -> str | None:
-        """Why the process ended badly, with the end of its log; None if it ended well."""
-        code = self.process.wait()
-        if code == 0:
-            return None
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"the {self.name} arm ended with exit code {code}; the end of its log:", *lines])
-
-
-def _follow(arms: list[Arm], report: Report, deadline: float, work: int) -> list[str]:
-    """Take in events until every arm has ended. Returns what went wrong."""
-    problems: list[str] = []
-    done = dict.fromkeys([arm.name for arm in arms], 0)
-    running = list(arms)
-    while running:
-        if time.monotonic() > deadline:
-            return [*problems, *(f"the {arm.name} arm did not end in time" for arm in running)]
-        for arm in list(running):
-            try:
-                event = arm.events.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if event is None:
-                running.remove(arm)
-                problem = arm.problem()
-                if problem is not None:
-                    problems.append(problem)
-                continue
-            if event["event"] in ("loaded", "step"):
-                done[arm.name] += 1
-            elif event["event"] == "done":
-                fields = ("tokens", "step_seconds", "calls", "plans")
-                arm.results[event["cell"]] = ArmResult(**{name: event[name] for name in fields})
-            report(arm.name, done[arm.name], work, f"cell {event['cell'] + 1}: {event['event']}")
-    return problems

@@ -8,24 +8,27 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from dsafuse.vllm.demo import FUSED, UNFUSED, CellResult, DemoResult, Report
+from dsafuse.vllm.arms import Report
+from dsafuse.vllm.demo import FUSED, UNFUSED, CellResult, DemoResult
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Report]:
-    """Two bars, one for each arm; yields the function to pass to `demo.run`."""
+    """A bar for each process; yields the function to pass to `demo.run`."""
     columns = (
-        TextColumn("{task.description:>8}"),
+        TextColumn("{task.description:>20}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}"),
     )
     with Progress(*columns, console=console) as bars:
-        tasks: dict[str, TaskID] = {
-            arm: bars.add_task(arm, total=None, doing="starting vLLM") for arm in (UNFUSED, FUSED)
-        }
+        tasks: dict[str, TaskID] = {}
+        waiting = bars.add_task("", total=None, doing="starting vLLM")
 
         def report(arm: str, done: int, work: int, doing: str) -> None:
+            bars.update(waiting, visible=False)
+            if arm not in tasks:
+                tasks[arm] = bars.add_task(arm, doing=doing)
             bars.update(tasks[arm], completed=done, total=work, doing=doing)
 
         yield report
