@@ -285,7 +285,8 @@ def assert_same_index_keys(got: Call, want: Call) -> None:
     """At most one code in 10,000 off by one (and one in all); an fp32 scale off by two units in the last place."""
     moved = total = 0
     for slot in live_slots(want):
-        (codes, scale), (want_codes, want_scale) = (indexer_row(call["kv_cache"], slot) for call in (got, want))
+        layout = want.get("kv_layout", "flat")
+        (codes, scale), (want_codes, want_scale) = (indexer_row(call["kv_cache"], slot, layout) for call in (got, want))
         ulps = 2 if want.get("scale_rule") == "fp32" else 0
         assert abs(scale - want_scale) <= ulps * 2.0**-23 * want_scale, f"slot {slot}: scale {scale}, want {want_scale}"
         distance = (ordered(codes) - ordered(want_codes)).abs()
@@ -302,14 +303,11 @@ def ordered(codes: torch.Tensor) -> torch.Tensor:
 
 
 def erase_index_keys(call: Call) -> None:
-    """Zero the rows that the call wrote, by arithmetic of its own."""
-    cache = call["kv_cache"]
-    block_size = cache.shape[1]
+    """Zero the rows that the call wrote."""
     for slot in live_slots(call):
-        page = cache[slot // block_size].view(torch.uint8).as_strided((block_size * 132,), (1,))
-        row = slot % block_size
-        page[128 * row : 128 * row + 128] = 0
-        page[128 * block_size + 4 * row : 128 * block_size + 4 * row + 4] = 0
+        page, places, scale = index_places(call["kv_cache"], slot, call.get("kv_layout", "flat"))
+        page[places] = 0
+        page[scale] = 0
 
 
 def cache_row(cache: torch.Tensor, slot: int) -> torch.Tensor:
@@ -317,11 +315,20 @@ def cache_row(cache: torch.Tensor, slot: int) -> torch.Tensor:
     return cache[slot // cache.shape[1], slot % cache.shape[1]].view(torch.uint8)
 
 
-def indexer_row(cache: torch.Tensor, slot: int) -> tuple[torch.Tensor, float]:
-    """(128 codes, scale) of a slot of a `flat` cache, by arithmetic of its own rather than by layouts.py."""
+def index_places(cache: torch.Tensor, slot: int, layout: str = "flat") -> tuple[torch.Tensor, torch.Tensor, slice]:
+    """(bytes of the slot's block, where its 128 codes are, where its scale is), by arithmetic apart from layouts.py."""
     block_size = cache.shape[1]
-    block, token = divmod(slot, block_size)
+    block, t = divmod(slot, block_size)
     page = cache[block].view(torch.uint8).as_strided((block_size * 132,), (1,))
-    codes = page[128 * token : 128 * token + 128]
-    scale = page[128 * block_size + 4 * token : 128 * block_size + 4 * token + 4]
-    return codes, float(scale.clone().view(torch.float32))
+    d = torch.arange(128)
+    places = (
+        128 * t + d if layout == "flat" else (t // 16) * 2048 + (d // 16) * 256 + (t % 16) * 16 + d % 16  # tiled16
+    )
+    start = 128 * block_size + 4 * t
+    return page, places, slice(start, start + 4)
+
+
+def indexer_row(cache: torch.Tensor, slot: int, layout: str = "flat") -> tuple[torch.Tensor, float]:
+    """(128 codes, scale) of a slot of an indexer cache."""
+    page, places, scale = index_places(cache, slot, layout)
+    return page[places], float(page[scale].clone().view(torch.float32))

@@ -58,6 +58,8 @@ INDEXER_CASES: dict[str, dict[str, Any]] = {
         "block_size": 1,
     },
     "a large eps": {"eps": 0.5},
+    "tiled16": {"kv_layout": "tiled16", "tokens": 7},
+    "tiled16, interleaved, block of 64": {"kv_layout": "tiled16", "rope_style": "interleaved", "block_size": 64},
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import driver
 
 from dsafuse.kernels import grids, launch
 from dsafuse.target import Target
@@ -148,7 +149,7 @@ def test_there_is_a_plan_for_each_vendor() -> None:
     for plan in launch.PLANS.values():
         for heads in (plan.block_heads, plan.index_block_heads):
             assert heads & (heads - 1) == 0
-        assert plan.num_warps in (1, 2, 4, 8)
+        assert plan.threads in (32, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
@@ -193,3 +194,32 @@ def test_a_kernel_specialises_on_nothing_that_changes_from_step_to_step() -> Non
         if not parameter.is_constexpr:
             assert parameter.do_not_specialize, parameter.name
             assert parameter.do_not_specialize_on_alignment, parameter.name
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
+    """`launch.again` as on a GPU, and what it hands to the compiled kernel instead of launching it."""
+    handed: list[tuple[Any, ...]] = []
+    compiled = SimpleNamespace(run=lambda *args: handed.append(args), function=None, packed_metadata=None)
+    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named("sm_90")))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of torch.device("cpu")
+    monkeypatch.setattr(grids.prepare, "warmup", lambda *_args, **_kwargs: compiled)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _index: 0))
+    return launch.again, handed
+
+
+def test_a_known_launch_takes_each_address_from_its_own_argument_though_once_two_were_one(again: Any) -> None:
+    launch_again_of, handed = again
+    apart = qk_call(3, index_heads=3)
+    apart |= {name: apart[name].long() for name in ("slot_mapping", "index_slot_mapping")}
+    shared = apart | {
+        name: apart[name.removeprefix("index_")] for name in ("index_slot_mapping", "index_cos_sin_cache")
+    }
+    arguments, config = EVERY_OP["qk"].resolve(**shared)
+    launch_again = launch_again_of(EVERY_OP["qk"].name, arguments, config, None)
+    other, _ = EVERY_OP["qk"].resolve(**apart)
+    names = [p.name for p in grids.prepare.params]
+    if launch_again(other):  # or it declines, and the call is checked in full
+        values = dict(zip(names, handed[0][-len(names) :], strict=True))
+        for name in ("slots", "table", "index_slots", "index_table"):
+            assert values[f"{name}_ptr"] == other[NAMES[name]].data_ptr(), name

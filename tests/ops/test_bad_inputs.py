@@ -514,6 +514,12 @@ INDEXER: dict[str, Bad] = {
         ValueError,
         r"^kv_layout: got 'shuffled', expected .*flat",
     ),
+    "a tiled cache whose blocks are no multiple of a tile": (
+        "indexer",
+        cache((4, 8, 132), kv_layout="tiled16"),
+        ValueError,
+        r"^kv_layout: got 'tiled16' with block_size 8, expected a block_size that is a multiple of 16",
+    ),
     "a cache too narrow": (
         "indexer",
         cache((2, 16, 128)),
