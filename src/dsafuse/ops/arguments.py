@@ -24,6 +24,9 @@ FLOAT_DTYPES = (*TABLE_DTYPES, torch.float64)
 MAX_SLOTS = 2**31 - 1
 """Kernels divide a slot by the block size in 32 bits; 2**31 tokens would be a cache of 276 GB or more."""
 
+MAX_POSITIONS = 2**31 - 1
+"""Kernels take the rows of a rope table in 32 bits; so many would be 275 GB or more."""
+
 
 def expect_member(name: str, value: Any, kind: type[E]) -> E:
     """The member of an enum that `value` names."""
@@ -102,6 +105,8 @@ def expect_rope_table(name: str, value: Any, rope_dim: int, tokens: int) -> None
     expect_shape(name, table, max_position=None, rope_dim=rope_dim)
     if tokens and not table.shape[0]:
         raise ValueError(f"{name}: got 0 rows, expected at least one")
+    if table.shape[0] > MAX_POSITIONS:
+        raise ValueError(f"{name}: got {table.shape[0]} rows, expected at most {MAX_POSITIONS}")
 
 
 def expect_scale(name: str, value: Any, purpose: str) -> None:

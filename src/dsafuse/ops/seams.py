@@ -10,8 +10,8 @@ import torch
 from dsafuse.numerics import Rounding
 from dsafuse.ops import resolve, roles
 from dsafuse.ops.config import Config
-from dsafuse.ops.indexer import index_shapes
-from dsafuse.ops.mla import query_shapes
+from dsafuse.ops.indexer import index_shapes, indexer_qk_rope_quant_and_cache
+from dsafuse.ops.mla import fused_qk_rope_concat_and_cache_mla, query_shapes
 from dsafuse.registry import Arguments, Shapes, fused_op
 
 INDEX = "index_"
@@ -130,29 +130,15 @@ def prepare_qk(
     Invariants: those of the two ops; the caches have slot mappings of their own, and neither guards the other.
     Errors: those of the two ops; ValueError if the indexer's arguments are given in part.
     """
-    assert q_out is not None
     roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
     if index_q is not None:
-        index_weights, index_cos_sin_cache, index_q_out, index_weights_out = _given(
-            index_weights, index_cos_sin_cache, index_q_out, index_weights_out
+        index_weights, index_k, index_kv_cache, index_slot_mapping, index_cos_sin_cache = _given(
+            index_weights, index_k, index_kv_cache, index_slot_mapping, index_cos_sin_cache
         )
-        index_k, index_kv_cache, index_slot_mapping, index_norm_weight, index_norm_bias = _given(
-            index_k, index_kv_cache, index_slot_mapping, index_norm_weight, index_norm_bias
-        )
-        roles.check_addresses(index_kv_cache, index_slot_mapping, positions, index_cos_sin_cache.shape[0])
-        roles.index_q(
+        index_norm_weight, index_norm_bias = _given(index_norm_weight, index_norm_bias)
+        index_q_out, index_weights_out = indexer_qk_rope_quant_and_cache.oracle(
             index_q,
             index_weights,
-            positions,
-            index_cos_sin_cache,
-            index_q_out,
-            index_weights_out,
-            weights_scale=index_weights_scale or 0.0,
-            rope_style=index_rope_style,
-            scale_rule=index_scale_rule,
-            rounding=rounding,
-        )
-        roles.index_k(
             index_k,
             index_kv_cache,
             index_slot_mapping,
@@ -160,17 +146,19 @@ def prepare_qk(
             index_norm_bias,
             positions,
             index_cos_sin_cache,
+            weights_scale=index_weights_scale or 0.0,
             eps=index_eps,
             rope_style=index_rope_style,
             kv_layout=index_kv_layout,
             scale_rule=index_scale_rule,
+            q_out=index_q_out,
+            weights_out=index_weights_out,
             fp8_dtype=fp8_dtype,
             rounding=rounding,
         )
-    roles.latent_q(
-        q_nope, q_pe, positions, cos_sin_cache, q_out, rope_style=rope_style, q_scale=q_scale, rounding=rounding
-    )
-    roles.latent_kv(
+    q_out = fused_qk_rope_concat_and_cache_mla.oracle(
+        q_nope,
+        q_pe,
         kv_c,
         k_pe,
         kv_cache,
@@ -179,7 +167,9 @@ def prepare_qk(
         cos_sin_cache,
         rope_style=rope_style,
         kv_layout=kv_layout,
+        q_scale=q_scale,
         k_scale=k_scale,
+        q_out=q_out,
         fp8_dtype=fp8_dtype,
         rounding=rounding,
     )
