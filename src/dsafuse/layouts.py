@@ -120,9 +120,7 @@ class CacheLayout:
             raise ValueError(f"{name}: got a tiled field of {self.name}, expected one that is contiguous in each row")
         return pieces[:, :, 0, 0]
 
-    def load_rows(
-        self, cache: torch.Tensor, name: str, activation: torch.dtype, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def load_rows(self, cache: torch.Tensor, name: str, activation: torch.dtype, slots: torch.Tensor) -> torch.Tensor:
         """Field `name` of `slots`, all of them in the cache: uint8 [slots, bytes], a copy."""
         pieces = self.pieces(cache, name, activation)
         return pieces[self._place(pieces, cache, slots)].flatten(1)

@@ -42,8 +42,8 @@ def steps_for(device: torch.device) -> ModuleType:
     return torch_steps
 
 
-def run(op: str, arguments: Arguments, config: Config) -> None:
-    """Run the op's chain; no tokens, no step."""
+def run(op: str, arguments: Arguments, config: Config, steps: ModuleType | None = None) -> None:
+    """Run the op's chain; no tokens, no step. `steps` are those of the device unless given."""
     positions = arguments["positions"]
     if not len(positions):
         return
@@ -52,7 +52,7 @@ def run(op: str, arguments: Arguments, config: Config) -> None:
         if role is not None:
             rows = named["cos_sin_cache"].shape[0]
             roles.check_addresses(named["kv_cache"], named["slot_mapping"], positions, rows)
-    steps = steps_for(positions.device)
+    steps = steps or steps_for(positions.device)
     if config.norm_q is not None:
         _norm_q(arguments, steps)
     if config.latent_q is not None or config.latent_kv is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,6 +28,8 @@ class Target:
     warp_size: int = 32
     dependent_launch: bool = False
     """Programmatic dependent launch: a grid may start before its predecessor has drained (sm_90 on)."""
+    signed_nan: bool = False
+    """Its fp8 conversion keeps a NaN's sign: 0x7F or 0xFF (AMD in e4m3fn; e4m3fnuz has one NaN, NVIDIA writes one)."""
 
     @property
     def gpu(self) -> bool:
@@ -41,6 +46,8 @@ class Target:
     @staticmethod
     def of(device: torch.device) -> Target:
         """The target that `device` is. Raises ValueError for one that this table does not hold."""
+        if device.type == "meta" and (target := _ASSUMED.get()) is not None:
+            return target
         return _of(device.type, device.index)
 
     @staticmethod
@@ -49,12 +56,25 @@ class Target:
         return tuple(_TARGETS)
 
 
+_ASSUMED: ContextVar[Target | None] = ContextVar("assumed target", default=None)
+
+
+@contextmanager
+def assumed(target: Target) -> Iterator[None]:
+    """In this block the meta device is `target`: to compile for a GPU that is not there."""
+    token = _ASSUMED.set(target)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
 def _nvidia(arch: str, fp8: frozenset[torch.dtype], *, dependent_launch: bool = False) -> Target:
     return Target("nvidia", arch, fp8, dependent_launch=dependent_launch)
 
 
 def _amd(arch: str, fp8: frozenset[torch.dtype], warp_size: int = 64) -> Target:
-    return Target("amd", arch, fp8, warp_size=warp_size)
+    return Target("amd", arch, fp8, warp_size=warp_size, signed_nan=torch.float8_e4m3fn in fp8)
 
 
 _TARGETS = {

@@ -7,17 +7,26 @@ import pytest
 import torch
 
 from dsafuse import dispatch, split
-from dsafuse.check.cases import CASES, IndexerCase, MlaCase
+from dsafuse.check.cases import ROLES, Case
 from dsafuse.check.compare import Comparison
 from dsafuse.check.inputs import draw_inputs
 from dsafuse.check.reference import max_error
 from dsafuse.check.verify import ERROR_SLACK, Result, check_case, plan, run_arm, summarise, verify
 from dsafuse.registry import OPS
+from tests.check.made import EVERY_OP, indexer, latents, mla, qk, queries
 
 CPU = torch.device("cpu")
-MLA = MlaCase(tokens=4, heads=3, query="fp8", layout="fp8")
-INDEX = IndexerCase(tokens=4, heads=3)
-BEYOND = (replace(MLA, slot_rule="beyond"), replace(INDEX, slot_rule="beyond"))
+MLA = mla(tokens=4, heads=3, query="fp8", layout="fp8")
+INDEX = indexer(tokens=4, index_heads=3)
+QK = qk(tokens=3, heads=3, index_heads=3, query="fp8", layout="fp8_ds_mla", slot_rule="negative")
+LATENTS = latents(tokens=4, q_width=96, layout="fp8", index_slot_rule="short")
+QUERIES = queries(tokens=4, heads=3, index_heads=3)
+BEYOND = (
+    replace(MLA, slot_rule="beyond"),
+    replace(INDEX, index_slot_rule="beyond", position_rule="outside"),
+    replace(QK, index_slot_rule="beyond"),
+    replace(LATENTS, position_rule="outside"),
+)
 
 
 def sabotage(monkeypatch, change):
@@ -42,7 +51,7 @@ def only(case, provider="split"):
 
 
 @pytest.mark.parametrize("provider", ["interpreter", "split"])
-@pytest.mark.parametrize("case", [MLA, INDEX, replace(MLA, tokens=0), replace(INDEX, tokens=0)])
+@pytest.mark.parametrize("case", [MLA, INDEX, QK, LATENTS, QUERIES, replace(INDEX, tokens=0)])
 def test_providers_pass(case, provider):
     result = only(case, provider)
     assert (result.status, result.reasons) == ("passed", [])
@@ -50,9 +59,20 @@ def test_providers_pass(case, provider):
     assert result.error <= result.split_error * (1 + ERROR_SLACK)
 
 
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("case", [QK, LATENTS, QUERIES])
+@pytest.mark.parametrize("provider", ["interpreter", "split"])
+def test_providers_pass_without_an_indexer(case, provider):
+    result = only(replace(case, index="absent", out="allocated"), provider)
+    assert (result.status, result.reasons) == ("passed", [])
+
+
+def test_positions_outside_the_table_are_clamped_where_no_key_is_written():
+    assert only(replace(QUERIES, position_rule="outside")).status == "passed"
+
+
+@pytest.mark.parametrize("op", ROLES)
 def test_some_of_the_quick_set_passes_everywhere(op):
-    cases = [case for case in plan([op], "quick", CPU) if case.tokens * case.heads <= 112][::4]
+    cases = [case for case in plan([op], "quick", CPU) if case.tokens * max(case.heads, case.index_heads) <= 224][::4]
     assert len(cases) >= 5
     results = list(verify(cases, ["interpreter", "split"], 1, CPU))
     assert [result.call for result in results if result.status != "passed"] == []
@@ -103,11 +123,49 @@ def test_a_changed_input_is_found(monkeypatch):
     assert any("positions: the call changed an input" in reason for reason in only(MLA).reasons)
 
 
+@pytest.mark.parametrize("name", ["q_c_out", "kv_c_out", "k_pe_out", "topk_indices"])
+def test_a_wrong_output_of_the_latent_seam_is_found(monkeypatch, name):
+    sabotage(monkeypatch, lambda a: a[name].view(torch.uint8)[0, 1].bitwise_xor_(0x40))
+    assert any(name in reason for reason in only(replace(LATENTS, index="absent")).reasons)
+
+
+def test_a_row_cleared_beyond_the_tokens_is_found(monkeypatch):
+    sabotage(monkeypatch, lambda a: a["topk_indices"][-1].fill_(-1))
+    assert any("topk_indices" in reason for reason in only(LATENTS).reasons)
+
+
+def test_a_cache_guarded_by_the_other_caches_slots_is_found(monkeypatch):
+    """vLLM's fused_norm_rope once guarded the indexer's rows by the MLA slots."""
+
+    def run(op, arguments, config):
+        slots = torch.where(arguments["slot_mapping"] < 0, -1, arguments["index_slot_mapping"])
+        split.run(op, {**arguments, "index_slot_mapping": slots}, config)
+
+    module = SimpleNamespace(run=run, why_not=split.why_not, why_not_here=split.why_not_here)
+    provider = dispatch.PROVIDERS["split"]
+    monkeypatch.setitem(dispatch.PROVIDERS, "split", SimpleNamespace(**_fields(provider), load=lambda: module))
+    assert any(
+        "index_kv_cache" in r for r in only(replace(LATENTS, slot_rule="negative", index_slot_rule="permuted")).reasons
+    )
+
+
+def test_one_launch_that_differs_from_its_two_ops_is_found(monkeypatch):
+    def run(op, arguments, config):
+        split.run(op, arguments, config)
+        if op == QK.op:
+            arguments["index_q_out"].view(torch.uint8)[0, 0, 0].bitwise_xor_(1)
+
+    module = SimpleNamespace(run=run, why_not=split.why_not, why_not_here=split.why_not_here)
+    provider = dispatch.PROVIDERS["split"]
+    monkeypatch.setitem(dispatch.PROVIDERS, "split", SimpleNamespace(**_fields(provider), load=lambda: module))
+    assert any("index_q_out: not the bytes that" in reason for reason in only(QK).reasons)
+
+
 def test_an_output_that_is_not_written_is_found(monkeypatch):
     module = SimpleNamespace(run=lambda *_: None, why_not=split.why_not, why_not_here=split.why_not_here)
     provider = dispatch.PROVIDERS["split"]
     monkeypatch.setitem(dispatch.PROVIDERS, "split", SimpleNamespace(**_fields(provider), load=lambda: module))
-    for case in (MLA, replace(MLA, out="allocated"), INDEX):
+    for case in (MLA, replace(MLA, out="allocated"), INDEX, LATENTS, QUERIES):
         assert only(case).status == "failed"
 
 
@@ -125,9 +183,9 @@ def test_a_failure_prints_the_call_that_reproduces_it():
     result = Result(MLA.op, MLA.name, 7, "triton", "cuda")
     assert result.call == (
         "dsafuse verify fused_qk_rope_concat_and_cache_mla "
-        "--case tokens=4,heads=3,layout=fp8,query=fp8 --seed 7 --provider triton --device cuda"
+        "--case tokens=4,heads=3,query=fp8,layout=fp8 --seed 7 --provider triton --device cuda"
     )
-    assert CASES[result.op].named(result.case) == MLA
+    assert Case.named(result.op, result.case) == MLA
 
 
 def test_a_larger_error_than_split_is_a_failure(monkeypatch):
@@ -140,24 +198,28 @@ def test_a_larger_error_than_split_is_a_failure(monkeypatch):
 
 def test_rates_are_judged_over_the_set():
     results = [
-        Result(INDEX.op, INDEX.name, 0, "triton", "cpu", comparison=Comparison(key_elements=10**5)) for _ in "ab"
+        Result(INDEX.op, INDEX.name, 0, "triton", "cpu", comparison=Comparison(norm_elements=10**5)) for _ in "ab"
     ]
     for result in results:
-        result.comparison.key_elements_off = 10
+        result.comparison.norm_elements_off = 10
     assert all(summary.ok for summary in summarise(results))
-    results[0].comparison.key_elements_off = 11
+    results[0].comparison.norm_elements_off = 11
     assert not any(summary.ok for summary in summarise(results))
 
 
 @pytest.mark.parametrize(
     ("case", "limit"),
     [
-        (MlaCase(activation="fp32", rounding="fp32"), 1e-6),
-        (MlaCase(activation="bf16"), 2**-8),
-        (MlaCase(activation="fp32", layout="fp8_ds_mla", query="fp8"), 2**-4),
-        (IndexerCase(activation="fp32"), 2**-4),
-        (IndexerCase(activation="bf16", rope_style="interleaved"), 2**-3),
-        (IndexerCase(activation="fp32", scale_rule="fp32", fp8="e4m3fnuz"), 2**-4),
+        (mla(activation="fp32", rounding="fp32"), 1e-6),
+        (mla(activation="bf16"), 2**-8),
+        (mla(activation="fp32", layout="fp8_ds_mla", query="fp8"), 2**-4),
+        (indexer(activation="fp32"), 2**-4),
+        (indexer(activation="bf16", index_rope_style="interleaved"), 2**-3),
+        (indexer(activation="fp32", scale_rule="fp32", fp8="e4m3fnuz"), 2**-4),
+        (latents(activation="fp32", index="absent"), 1e-6),
+        (latents(activation="bf16", index="absent"), 2**-7),
+        (latents(activation="fp32", layout="fp8_ds_mla"), 2**-4),
+        (queries(activation="fp32", query="fp8"), 2**-4),
     ],
 )
 def test_the_oracle_is_as_close_to_float64_as_its_formats(case, limit):
@@ -166,10 +228,22 @@ def test_the_oracle_is_as_close_to_float64_as_its_formats(case, limit):
     assert 0 < max_error(case, inputs, arm.tensors) <= limit
 
 
-@pytest.mark.parametrize("case", [MLA, INDEX, replace(MLA, layout="plain", query="activation")])
-def test_a_wrong_rotation_has_a_large_error(case):
+@pytest.mark.parametrize("make", EVERY_OP)
+@pytest.mark.parametrize("name", ["rope_style", "index_rope_style"])
+def test_a_wrong_rotation_has_a_large_error(make, name):
     """The reference is independent of the oracle: it must tell the pairing."""
+    case = make(tokens=4)
     inputs = draw_inputs(case, 0, CPU)
-    other = "neox" if case.rope_style == "interleaved" else "interleaved"
-    arm = run_arm(OPS[case.op], case, {**inputs.arguments, "rope_style": other}, "oracle", 0, CPU)
+    given = name if name in inputs.arguments else "rope_style"
+    if given not in inputs.arguments:
+        return
+    other = "neox" if inputs.arguments[given] == "interleaved" else "interleaved"
+    arm = run_arm(OPS[case.op], case, {**inputs.arguments, given: other}, "oracle", 0, CPU)
     assert max_error(case, inputs, arm.tensors) > 0.2
+
+
+@pytest.mark.parametrize("name", ["q_norm_eps", "kv_norm_eps"])
+def test_a_forgotten_norm_has_a_large_error(name):
+    inputs = draw_inputs(LATENTS, 0, CPU)
+    arm = run_arm(OPS[LATENTS.op], LATENTS, {**inputs.arguments, name: 3.0}, "oracle", 0, CPU)
+    assert max_error(LATENTS, inputs, arm.tensors) > 0.2

@@ -10,6 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from dsafuse.check import verify as checks
+from dsafuse.check.cases import ROLES
+from dsafuse.check.records import Run
 from dsafuse.cli.app import app
 from dsafuse.cli.engines import KV_CACHE_DTYPES, MEANINGS, meanings
 from dsafuse.cli.output import print_json
@@ -58,12 +60,16 @@ def test_without_a_command_it_prints_its_help():
         (["verify", "--case", "tokens=1"], "exactly one OP"),
         (["verify", MLA, "--case", "tokens=x"], "tokens=x"),
         (["verify", MLA, "--case", "weights=fp32"], "weights"),
+        (["verify", MLA, "--case", "index=absent"], "index"),
         (["verify", "--nonsense"], "--nonsense"),
         (["bench", "--tokens", "0"], "--tokens: got '0'"),
         (["bench", "--tokens", "1,,2"], "separated by commas"),
         (["bench", "--heads", "128"], "128/64"),
         (["bench", "--heads", "128/999"], "128/999"),
         (["bench", "no_such_op"], "no_such_op"),
+        (["bench", "--arms", "fused,fastest"], "fastest"),
+        (["bench", "--check", "/no/such/targets.toml"], "--check"),
+        (["bench", "--read", "/no/such/run.json"], "--read"),
     ],
 )
 def test_a_value_out_of_range_is_one_line_and_exit_code_2(arguments, words):
@@ -117,7 +123,7 @@ class TestExplain:
         assert document["target"]["arch"] == target
         assert document["meanings"]
         for meaning in document["meanings"]:
-            assert [decision["op"] for decision in meaning["ops"]] == [MLA, INDEXER]
+            assert {decision["op"] for decision in meaning["ops"]} == set(ROLES)
             for decision in meaning["ops"]:
                 for verdict in decision["trace"]:
                     assert verdict["accepted"] == (verdict["reason"] is None)
@@ -157,16 +163,22 @@ class TestExplain:
         meaning = call_json("explain", "--target", target, "--kv-cache-dtype", word)[1]["meanings"][0]
         assert (meaning["layout"], meaning["query"], meaning["indexer"]) == (layout, query, indexer)
 
-    def test_a_layout_that_is_not_written_yet_is_rejected_by_name(self):
-        _, document = call_json("explain", "--target", "gfx942", "--kv-cache-dtype", "fp8")
-        mla, indexer = document["meanings"][0]["ops"]
-        assert mla["provider"] == "triton"
-        assert indexer["provider"] is None
-        assert all("tiled16" in verdict["reason"] for verdict in indexer["trace"])
+    @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+    def test_the_tiled_indexer_cache_of_amd_is_written(self, target):
+        _, document = call_json("explain", "--target", target, "--kv-cache-dtype", "fp8")
+        assert [op["provider"] for op in document["meanings"][0]["ops"]] == ["triton"] * 5
+
+    def test_a_tiled_cache_needs_blocks_of_16(self):
+        _, document = call_json("explain", "--target", "gfx942", "--kv-cache-dtype", "fp8", "--block-size", "24")
+        ops = {decision["op"]: decision for decision in document["meanings"][0]["ops"]}
+        assert {name for name, decision in ops.items() if decision["provider"] == "triton"} == {MLA, "prepare_queries"}
+        for name in (INDEXER, "prepare_qk", "prepare_latents"):
+            assert ops[name]["provider"] is None
+            assert all("block size 24 is no multiple of 16" in verdict["reason"] for verdict in ops[name]["trace"])
 
     def test_one_token_a_block_needs_no_tiles(self):
         _, document = call_json("explain", "--target", "gfx942", "--kv-cache-dtype", "fp8", "--block-size", "1")
-        assert [op["provider"] for op in document["meanings"][0]["ops"]] == ["triton", "triton"]
+        assert [op["provider"] for op in document["meanings"][0]["ops"]] == ["triton"] * 5
 
     def test_layouts_are_those_of_the_library(self):
         _, document = call_json("explain")
@@ -182,7 +194,7 @@ class TestExplain:
 
 
 class TestVerify:
-    CASE = "tokens=2,heads=2,layout=fp8,query=fp8"
+    CASE = "tokens=2,heads=2,query=fp8,layout=fp8"
 
     def test_a_case_passes(self):
         code, document = call_json("verify", MLA, "--case", self.CASE, "--device", "cpu")
@@ -192,7 +204,7 @@ class TestVerify:
         assert document["failures"] == []
 
     def test_the_table_names_op_and_provider(self):
-        result = call("verify", INDEXER, "--case", "tokens=2,heads=2", "--device", "cpu", "--provider", "split")
+        result = call("verify", INDEXER, "--case", "tokens=2,index_heads=2", "--device", "cpu", "--provider", "split")
         assert result.exit_code == 0
         assert INDEXER in result.stdout
         assert "split" in result.stdout
@@ -226,6 +238,77 @@ class TestVerify:
         code, document = call_json("verify", MLA, INDEXER, "--device", "cpu", "--cases", "quick", "--provider", "split")
         assert code == 0
         assert document["summary"][0]["passed"] == 2
+
+    @pytest.mark.parametrize("op", ROLES)
+    def test_every_op_has_a_case_of_its_own(self, op):
+        code, document = call_json("verify", op, "--case", "tokens=2", "--device", "cpu", "--provider", "split")
+        assert code == 0
+        assert document["summary"][0]["passed"] == 1
+
+
+class TestBench:
+    """What a recorded run shows; timing itself is tested where there is a GPU."""
+
+    @pytest.fixture
+    def recorded(self, tmp_path):
+        from tests.check.test_targets import row
+
+        rows = [
+            row(arm=arm, tokens=t, median_us=t + extra) for t in (1, 8) for arm, extra in (("fused", 0), ("split", 9))
+        ]
+        path = tmp_path / "run.json"
+        Run.of(rows, 4e12, 0.6, commit="abc", absent={"aiter": "aiter is not installed"}).write(path)
+        return path
+
+    @pytest.fixture
+    def target(self, tmp_path):
+        def write(at_most):
+            text = 'op = "prepare_qk"\nheads = "16/32"\ntokens = [1, 8]\nl2 = "cold"\nmetric = "median_us"\n'
+            text = f"[[target]]\n{text}at_most = {at_most}\n"
+            more = text.replace("median_us", "host_of_mul")
+            (tmp_path / "targets.toml").write_text(text + more)
+            return str(tmp_path / "targets.toml")
+
+        return write
+
+    def test_a_recorded_run_is_shown(self, recorded):
+        result = call("bench", "--read", str(recorded))
+        assert result.exit_code == 0
+        assert "aiter was not timed: aiter is not installed" in result.stdout
+        assert (
+            "| `prepare_qk` | 1.00 (10.0) 10.0x | 8.00 (17.0) 2.1x |"
+            in call("bench", "--read", str(recorded), "--markdown").stdout.splitlines()
+        )
+        code, document = call_json("bench", "--read", str(recorded))
+        assert code == 0
+        assert len(document["rows"]) == 4
+
+    @pytest.mark.parametrize(("at_most", "code", "words"), [(8.0, 0, "2 hold, 0 missed"), (5.0, 1, "1 hold, 1 missed")])
+    def test_targets_decide_the_exit_code(self, recorded, target, at_most, code, words):
+        result = call("bench", "--read", str(recorded), "--check", target(at_most))
+        assert result.exit_code == code
+        assert f"{words}, 2 not measured" in result.stdout
+        assert ("MISSED prepare_qk" in result.stdout) == bool(code)
+        assert "NOT MEASURED prepare_qk" in result.stdout
+        again, document = call_json("bench", "--read", str(recorded), "--check", target(at_most))
+        assert again == code
+        assert len(document["targets"]) == 4
+
+    def test_a_run_with_an_unproven_arm_is_no_success(self, recorded, tmp_path):
+        from dataclasses import replace
+
+        from dsafuse.check.records import Unproven
+
+        entry = Unproven(op="prepare_qk", heads="16/32", tokens=1, arm="split", reason="other bytes")
+        replace(Run.read(recorded), unproven=(entry,)).write(recorded)
+        result = call("bench", "--read", str(recorded))
+        assert result.exit_code == 1
+        assert "UNPROVEN prepare_qk 16/32 T=1, split: other bytes" in result.stdout
+
+    def test_a_plot_is_written(self, recorded, tmp_path):
+        pytest.importorskip("matplotlib")
+        assert call("bench", "--read", str(recorded), "--plot", str(tmp_path / "p.png")).exit_code == 0
+        assert (tmp_path / "p.png").exists()
 
 
 class TestDemo:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsafuse.layouts import INDEXER_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS
 
 MLA = "fused_qk_rope_concat_and_cache_mla"
@@ -40,6 +41,9 @@ DTYPES = {
 }
 
 
+LARGE_TOKENS = 2**14
+
+
 def _of(default: Any, *roles: str) -> Any:
     """A field that only ops with one of these roles have; without roles, every op."""
     return field(default=default, metadata={"roles": frozenset(roles)})
@@ -64,7 +68,7 @@ class Case:
     """allocated: by the op; given: contiguous; wide: more heads, padded rows; odd: the same off the 16-byte grid."""
     values: str = _of("normal")
     """normal; magnitudes: 2**-12 to 2**10 by row; ties: fp8 midpoints and overflows; special: NaN, inf, -0, ..."""
-    capacity: str = _of("snug", "latent_kv", "index_k", "latent_q", "index_q")
+    capacity: str = _of("snug", "latent_kv", "index_k")
     """snug: caches little larger than the tokens need; huge: beyond 4 GiB, slots at both ends."""
     index: str = _of("present")
     """Whether the op gets the indexer's arguments. Absent: the call of a layer without an indexer."""
@@ -81,7 +85,7 @@ class Case:
     block_size: int = _of(64, "latent_kv")
     slots: str = _of("int64", "latent_kv")
     slot_rule: str = _of("permuted", "latent_kv")
-    """permuted: all live; short: fewer slots than tokens; negative: a third of them; beyond: the cache, now and then."""
+    """permuted: all live; short: fewer slots than tokens; negative: a third; beyond: the cache, now and then."""
     cache: str = _of("bytes", "latent_kv")
     """bytes: uint8; typed: the fp8 dtype. A plain cache has the activation dtype."""
     cache_strides: str = _of("dense", "latent_kv")
@@ -104,7 +108,9 @@ class Case:
     index_table: str = _of("fp32", "index_q", "index_k")
     norm: str = _of("fp32", "index_k")
     """dtype of the indexer's norm_weight and norm_bias."""
+    index_layout: str = _of("flat", "index_k")
     index_block_size: int = _of(64, "index_k")
+    """With tiled16 a multiple of 16."""
     index_slots: str = _of("int64", "index_k")
     index_slot_rule: str = _of("permuted", "index_k")
     index_cache: str = _of("bytes", "index_k")
@@ -120,6 +126,11 @@ class Case:
     def normed(self) -> bool:
         """Whether the latent key is normed in the call."""
         return "norm_q" in self.roles
+
+    @property
+    def huge(self) -> bool:
+        """Whether its tensors need gigabytes."""
+        return self.capacity == "huge" or self.tokens > LARGE_TOKENS
 
     @property
     def name(self) -> str:
@@ -145,7 +156,11 @@ class Case:
                 if not value.isdecimal() or not low <= int(value) <= high:
                     raise ValueError(f"case: got {key}={value}, expected an integer from {low} to {high}")
                 values[key] = int(value)
-        return Case(op=op, **values)
+        case = Case(op=op, **values)
+        multiple = INDEXER_LAYOUTS[case.index_layout].block_multiple
+        if case.index_block_size % multiple:
+            raise ValueError(f"case: got index_block_size={case.index_block_size}, expected a multiple of {multiple}")
+        return case
 
 
 def _named_fields() -> list[Field[Any]]:
@@ -193,6 +208,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "index_rope_style": ("neox", "interleaved"),
     "index_table": ("fp32", "bf16"),
     "norm": ("fp32", "bf16"),
+    "index_layout": ("flat", "tiled16"),
     "index_slots": ("int64", "int32"),
     "index_slot_rule": ("permuted", "short", "negative", "beyond"),
     "index_cache": ("bytes", "typed"),

@@ -1,38 +1,69 @@
-"""Recorded runs: rows, the machine that they come from, their JSON file and their Markdown table."""
+"""Recorded runs: rows, the machine that they come from, and their JSON file."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsafuse.check.environment import environment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op, shape and provider. Times are of one launch in a replayed graph, eager_us of one call without."""
+    """One op, shape, arm and state of the L2. Graph times are of one launch; host times of one eager call."""
 
     op: str
     case: str
+    heads: str
+    """Attention heads/indexer heads."""
     tokens: int
-    heads: int
-    provider: str
-    trace: str
+    arm: str
+    what: str
+    """The provider, or whose code it is, with its version."""
+    l2: str
     median_us: float
     p10_us: float
     p90_us: float
-    eager_us: float
     bytes_moved: int
     gb_per_s: float
     fraction_of_copy: float
+    empty_launches: float
+    """How many empty launches take as long."""
     input_sets: int
+    eager_us: float | None = None
+    """A whole call, the queue drained: the longer of host and GPU."""
+    host_us: float | None = None
+    """The host's part alone."""
+    mul_us: float | None = None
+    """What a torch.mul took, in turn with it."""
+    torch_ops_us: float | None = None
+    """The host's part through torch.ops."""
+
+    @property
+    def host_of_mul(self) -> float | None:
+        """Host time over that of a torch.mul."""
+        return self.host_us / self.mul_us if self.host_us is not None and self.mul_us else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unproven:
+    """An arm that was not timed at a shape, since its results do not hold."""
+
+    op: str
+    heads: str
+    tokens: int
+    arm: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.heads} T={self.tokens}, {self.arm}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Rows of one process, and where they come from."""
 
@@ -47,9 +78,19 @@ class Run:
     copy_gb_per_s: float
     empty_kernel_us: float
     rows: tuple[Row, ...]
+    unproven: tuple[Unproven, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Arms that could not be called, and why."""
 
     @staticmethod
-    def of(rows: Sequence[Row], copy_bytes_per_s: float, empty_us: float, commit: str | None = None) -> Run:
+    def of(
+        rows: Sequence[Row],
+        copy_bytes_per_s: float,
+        empty_us: float,
+        commit: str | None = None,
+        unproven: Sequence[Unproven] = (),
+        absent: Mapping[str, str] | None = None,
+    ) -> Run:
         """A run of this process. `commit` is what the caller says where no checkout tells."""
         e = environment()
         return Run(
@@ -64,6 +105,8 @@ class Run:
             copy_gb_per_s=copy_bytes_per_s / 1e9,
             empty_kernel_us=empty_us,
             rows=tuple(rows),
+            unproven=tuple(unproven),
+            absent=dict(absent or {}),
         )
 
     def record(self) -> dict[str, Any]:
@@ -77,42 +120,19 @@ class Run:
 
     @staticmethod
     def read(path: Path) -> Run:
-        """Read what write() wrote."""
-        data = json.loads(path.read_text())
-        return Run(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+        """Read what write() wrote. Raises ValueError for a file that is no such run."""
+        try:
+            data = json.loads(path.read_text())
+            rows = tuple(Row(**row) for row in data.pop("rows"))
+            unproven = tuple(Unproven(**entry) for entry in data.pop("unproven"))
+            return Run(**data, rows=rows, unproven=unproven)
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: no recorded run of this version: {error}") from None
 
-
-TABLE_HEADER = (
-    "op", "H", "T", "fused us", "p10-p90", "split us", "p10-p90", "split / fused", "fused eager us", "split eager us",
-    "fused GB/s", "of copy",
-)  # fmt: skip
-
-
-def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """One line a shape: fused beside split, as TABLE_HEADER names it."""
-    split = {(row.op, row.case): row for row in rows if row.provider == "split"}
-    lines: list[tuple[str, ...]] = []
-    for row in rows:
-        if row.provider == "split":
-            continue
-        other = split[row.op, row.case]
-        lines.append(
-            (
-                row.op,
-                str(row.heads),
-                str(row.tokens),
-                f"{row.median_us:.2f}",
-                f"{row.p10_us:.2f}-{row.p90_us:.2f}",
-                f"{other.median_us:.2f}",
-                f"{other.p10_us:.2f}-{other.p90_us:.2f}",
-                f"{other.median_us / row.median_us:.2f}",
-                f"{row.eager_us:.1f}",
-                f"{other.eager_us:.1f}",
-                f"{row.gb_per_s:.0f}",
-                f"{100 * row.fraction_of_copy:.0f} %",
-            )
-        )
-    return lines
+    def row(self, op: str, heads: str, tokens: int, arm: str, l2: str) -> Row | None:
+        """The row of one cell."""
+        wanted = (op, heads, tokens, arm, l2)
+        return next((r for r in self.rows if (r.op, r.heads, r.tokens, r.arm, r.l2) == wanted), None)
 
 
 def origin(run: Run) -> str:
@@ -123,10 +143,3 @@ def origin(run: Run) -> str:
         f"{run.commit or 'an unknown commit'} ({state}), {run.date}; copy bandwidth {run.copy_gb_per_s:.0f} GB/s, "
         f"an empty kernel {run.empty_kernel_us:.2f} us"
     )
-
-
-def markdown(run: Run) -> str:
-    """The run as a Markdown table under its origin."""
-    lines = [f"{origin(run)}.", "", "| " + " | ".join(TABLE_HEADER) + " |", "|" + "---|" * len(TABLE_HEADER)]
-    lines += ["| " + " | ".join(line) + " |" for line in table(run.rows)]
-    return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ from dsafuse.target import Target
 SETS = ("quick", "full")
 
 _ORIGINAL = {
-    "quick": {"tokens": (0, 1, 7, 20), "heads": (1, 7, 16), "index_heads": (1, 7, 32)},
+    "quick": {"tokens": (0, 1, 7, 32), "heads": (1, 7, 16), "index_heads": (1, 7, 32)},
     "full": {
         "tokens": (0, 1, 7, 32, 257, 1023, 8192),
         "heads": (1, 7, 16, 96, 128),
@@ -33,10 +33,12 @@ _ORIGINAL = {
 }
 # The roles have been taken through all sizes by the two original fusions; the other ops put them together.
 _COMPOSED = {
-    "quick": {"tokens": (0, 1, 7, 20), "heads": (1, 7), "index_heads": (1, 7)},
+    "quick": {"tokens": (0, 1, 7), "heads": (1, 7), "index_heads": (1, 7)},
     "full": {"tokens": (0, 1, 7, 257, 8192), "heads": (1, 16, 128), "index_heads": (1, 7, 64)},
 }
 _BLOCK_SIZES = (1, 16, 64, 128)
+_PAGES = (("flat", 1), ("flat", 16), ("flat", 64), ("flat", 128), ("tiled16", 16), ("tiled16", 64))
+"""(layout, block size) of the indexer cache: not every layout has every block size."""
 
 
 def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
@@ -46,17 +48,29 @@ def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
     covered: dict[str, tuple[Any, ...]] = {
         **sizes[which],
         "block_size": _BLOCK_SIZES,
-        "index_block_size": _BLOCK_SIZES if op == INDEXER else (1, 64),
         "key_rank": (2, 3),
         "q_width": (1536, 96, 2048),
         **CHOICES,
         "fp8": formats or ("e4m3fn",),
     }
+    if sizes is _COMPOSED:
+        covered["scale"] = ("ordinary", "power", "zero", "nan")
     if not target.gpu:
         # On CPU such a scale is a ValueError, which tests of the arguments cover.
         covered["scale"] = ("ordinary", "power")
-    known = set(fields_of(op)) - {"capacity", "index"}
-    return {name: values for name, values in covered.items() if name in known}
+    known = set(fields_of(op)) - {"capacity", "index", "index_layout", "index_block_size"}
+    found = {name: values for name, values in covered.items() if name in known}
+    if "index_k" in ROLES[op]:
+        found["index_page"] = _PAGES if op == INDEXER else _PAGES[:1] + _PAGES[2:5:2]
+    return found
+
+
+def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a case out of one value of each axis."""
+    row = dict(values)
+    if "index_page" in row:
+        row["index_layout"], row["index_block_size"] = row.pop("index_page")
+    return row
 
 
 def case_set(op: str, which: str, target: Target) -> list[Case]:
@@ -64,7 +78,7 @@ def case_set(op: str, which: str, target: Target) -> list[Case]:
     layers; and, for `full` on a GPU, cases beyond 32-bit offsets.
     """
     covered = axes(op, which, target)
-    rows: list[Mapping[str, Any]] = list(pairwise(covered))
+    rows: list[Mapping[str, Any]] = [row_of(row) for row in pairwise(covered)]
     if has_index_switch(op):
         own = fields_of(op, ROLES[op] - {"index_q", "index_k"})
         alone = {name: values for name, values in covered.items() if name in own}
@@ -96,5 +110,5 @@ _BEYOND_32_BITS: dict[str, tuple[Mapping[str, Any], ...]] = {
     ),
     PREPARE_QK: ({"tokens": 257, "query": "fp8", "layout": "fp8", "capacity": "huge"},),
     PREPARE_LATENTS: ({"tokens": 257, "layout": "fp8_ds_mla", "capacity": "huge", "index_block_size": 1},),
-    PREPARE_QUERIES: ({"tokens": 32768, "heads": 128, "query": "fp8", "capacity": "huge"},),
+    PREPARE_QUERIES: ({"tokens": 32768, "heads": 128, "query": "fp8"},),
 }

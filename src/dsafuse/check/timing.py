@@ -1,4 +1,4 @@
-"""Times of launches: replayed CUDA graphs over rotating inputs, providers interleaved, beside copy bandwidth."""
+"""Times of launches: replayed CUDA graphs over rotating inputs, arms interleaved, beside copy bandwidth."""
 
 from __future__ import annotations
 
@@ -12,19 +12,37 @@ import torch
 
 Launch = Callable[[], object]
 
-GRAPH_LAUNCHES = 40
-"""Fewest launches of a graph: what starting it costs is divided by them."""
-
 MAX_LAUNCHES = 256
 """Most launches of a graph, and so most input sets. Where so many do not pass twice the L2, the memory that is read
 between replays makes up for it."""
 
+WARM_SETS = 4
+"""Input sets of a warm graph: an engine's buffers come back, and the GEMM before has just written them."""
+
 BACKLOG_READS = 4
-"""Reads of twice the L2 before each replay: some 100 us on an H200, in which the host has queued event and graph."""
+"""Reads of twice the L2 before each cold replay: some 100 us on an H200, in which the host queues event and graph."""
 
 ROUNDS = 31
 
 COPY_BYTES = 4_000_000_000
+
+HOST_CALLS = 100
+HOST_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often something is run: launches in a graph, which share the cost of starting it, and rounds of replays."""
+
+    launches: int
+    rounds: int
+
+
+def effort(bytes_touched: int) -> Effort:
+    """Less of it for what takes long: a graph should run for some 200 us, and a median needs fewer samples then."""
+    if bytes_touched < 32_000_000:
+        return Effort(40, ROUNDS)
+    return Effort(8, ROUNDS) if bytes_touched < 256_000_000 else Effort(4, 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +73,21 @@ def sets_needed(bytes_touched: int, device: torch.device) -> int:
 
 
 class GraphTimer:
-    """One captured graph that launches each of its calls in turn, every one on inputs of its own."""
+    """One captured graph that launches each of its calls in turn, every one on inputs of its own.
 
-    def __init__(self, calls: Sequence[Launch], device: torch.device, launches: int = GRAPH_LAUNCHES) -> None:
+    Args:
+        calls: the launches.
+        device: the GPU.
+        launches: the fewest of the graph; calls are repeated until there are so many.
+        warm: whether a replay finds what the one before has left in L2.
+    """
+
+    def __init__(
+        self, calls: Sequence[Launch], device: torch.device, launches: int = 40, *, warm: bool = False
+    ) -> None:
         repeats = -(-launches // len(calls))
         self.launches = repeats * len(calls)
+        self._device, self._warm = device, warm
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -72,13 +100,15 @@ class GraphTimer:
                 for call in calls:
                     call()
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._device = device
 
     def replay_us(self) -> float:
-        """Microseconds per launch of one replay, with none of its inputs in L2."""
-        # A write would leave dirty lines for the timed launches to evict.
-        for _ in range(BACKLOG_READS):
-            _ballast(self._device).sum()
+        """Microseconds per launch of one replay; before it the GPU is kept busy, so that host time does not count."""
+        if self._warm:
+            self._graph.replay()
+        else:
+            # A write would leave dirty lines for the timed launches to evict.
+            for _ in range(BACKLOG_READS):
+                _ballast(self._device).sum()
         self._start.record()
         self._graph.replay()
         self._end.record()
@@ -103,7 +133,7 @@ def interleaved(timers: dict[str, GraphTimer], rounds: int = ROUNDS) -> dict[str
     return {name: Spread.of(values) for name, values in samples.items()}
 
 
-def eager_us(calls: Sequence[Launch], rounds: int = 5, count: int = 50) -> Spread:
+def eager_us(calls: Sequence[Launch], rounds: int = 5, count: int = 50) -> float:
     """Microseconds per eager call, queue drained at the end: the longer of host and GPU time."""
     samples = []
     for _ in range(rounds):
@@ -113,7 +143,30 @@ def eager_us(calls: Sequence[Launch], rounds: int = 5, count: int = 50) -> Sprea
             calls[i % len(calls)]()
         torch.cuda.synchronize()
         samples.append(1e6 * (time.perf_counter() - started) / count)
-    return Spread.of(samples)
+    return statistics.median(samples)
+
+
+def host_us(calls: dict[str, Launch], rounds: int = HOST_ROUNDS, count: int = HOST_CALLS) -> dict[str, float]:
+    """Microseconds of host time per eager call: the host's clock, the queue empty at the start and never awaited.
+
+    The calls are interleaved, since what a host takes for anything drifts by tens of percent.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                call()
+            samples[name].append(1e6 * (time.perf_counter() - started) / count)
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def eager_mul(device: torch.device) -> Launch:
+    """The yardstick of host time: torch.mul of two small tensors."""
+    x = torch.ones(8, device=device)
+    return lambda: torch.mul(x, x)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from dsafuse import switches
-from dsafuse.cli import bench, demo, env, explain, verify
+from dsafuse.cli import bench, codegen, demo, env, explain, verify
 from dsafuse.cli.output import refuse
 
 # Typer carries a copy of click since 0.24 or so, and imports it before; the public BadParameter leads to either.
@@ -47,5 +47,5 @@ def start(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-for command in (explain.explain, verify.verify, bench.bench, demo.demo, env.env):
+for command in (explain.explain, verify.verify, bench.bench, codegen.codegen, demo.demo, env.env):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""`dsafuse bench`: fused against split, beside copy bandwidth."""
+"""`dsafuse bench`: fused against split and against peers, beside copy bandwidth and an empty launch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Annotated
 import torch
 import typer
 
-from dsafuse.check import records
-from dsafuse.check.bench import HEADS, TOKENS, UnprovenError, bench_case, bench_one
+from dsafuse.check import plot as plots
+from dsafuse.check import tables
+from dsafuse.check.arms import BenchArm, arm_names, arms_of
+from dsafuse.check.bench import HEADS, L2_STATES, TOKENS, Yardsticks, bench_case, bench_cell
+from dsafuse.check.cases import Case
+from dsafuse.check.records import Row, Run, Unproven, origin
+from dsafuse.check.targets import Target, not_measured, read_targets
+from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
 from dsafuse.cli import output
-from dsafuse.cli.arguments import Ops, counts, op_names
+from dsafuse.cli.arguments import Ops, counts, one_of, op_names
 
 MAX_TOKENS = 65536
 MAX_HEADS = 256
@@ -24,39 +30,113 @@ def bench(
     op: Ops = None,
     tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = DEFAULT_TOKENS,
     heads: Annotated[str, typer.Option(help="Attention heads/indexer heads, separated by commas.")] = DEFAULT_HEADS,
+    arms: Annotated[str | None, typer.Option(help="Such as fused,split; default: all but compiled.")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Only with nothing in L2.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Only with inputs in L2.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of all inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the run to this JSON file, too.")] = None,
+    read: Annotated[Path | None, typer.Option(help="Show this recorded run; nothing is timed.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Hold the run against this TOML table of targets.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this PNG file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, ops by token counts.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where no checkout tells it.")] = None,
     json: output.Json = False,
 ) -> None:
-    """Time fused against split in replayed CUDA graphs and eagerly, each row after verify has passed for it."""
+    """Time arms in replayed CUDA graphs and eagerly, each after its results at that very shape have been proven."""
     names, token_counts, head_pairs = op_names(op), counts("--tokens", tokens, 1, MAX_TOKENS), _head_pairs(heads)
+    asked = _arms(arms)
     if not 0 <= seed < 2**31:
         output.refuse(f"--seed: got {seed}, expected an integer from 0 to {2**31 - 1}")
+    targets = _targets(check)
+    if plot is not None and (reason := plots.why_not()):
+        output.refuse(f"--plot: {reason}")
+    states = [state for state, only in zip(L2_STATES, (cold, warm)) if only or cold == warm]
+    if read is not None:
+        run = _read(read)
+    else:
+        cases = [bench_case(name, t, pair) for name in names for pair in head_pairs for t in token_counts]
+        run = _timed(cases, asked, states, seed, commit)
+    if out is not None:
+        run.write(out)
+    if plot is not None and run.rows:
+        plots.plot(run, plot)
+    missed = _show(run, targets, as_json=json, as_markdown=markdown)
+    raise typer.Exit(1 if missed or run.unproven else 0)
+
+
+def _timed(cases: list[Case], asked: tuple[str, ...] | None, states: list[str], seed: int, commit: str | None) -> Run:
     if not torch.cuda.is_available():
         output.refuse("bench needs a GPU, and torch sees none on this machine")
     device = torch.device("cuda", torch.cuda.current_device())
-    cases = [bench_case(name, t, pair) for name in names for pair in head_pairs for t in token_counts]
-    copied, empty = copy_bandwidth(device), empty_kernel_us(device)
-    rows: list[records.Row] = []
+    arms: dict[str, list[BenchArm]] = {}
+    absent: dict[str, str] = {}
+    for name in dict.fromkeys(case.op for case in cases):
+        arms[name], missing = arms_of(name, asked)
+        absent.update(missing)
+    yardsticks = Yardsticks(copy_bandwidth(device), empty_kernel_us(device))
+    rows: list[Row] = []
+    unproven: list[Unproven] = []
     with output.progress() as bar:
         task = bar.add_task("bench", total=len(cases))
         for case in cases:
-            bar.update(task, description=f"bench {case.op} T={case.tokens} H={case.heads}")
-            try:
-                rows += bench_one(case, seed, device, copied)
-            except UnprovenError as unproven:
-                typer.echo(f"not timed, since verify failed: {unproven}", err=True)
-                raise typer.Exit(1) from None
+            bar.update(task, description=f"bench {case.op} T={case.tokens} H={case.heads}/{case.index_heads}")
+            cell = bench_cell(case, arms[case.op], states, seed, device, yardsticks)
+            for entry in cell.unproven:
+                bar.console.print(f"not timed, since it is not proven: {entry}", markup=False, soft_wrap=True)
+            rows += cell.rows
+            unproven += cell.unproven
             bar.advance(task)
-    run = records.Run.of(rows, copied, empty, commit)
-    if out is not None:
-        run.write(out)
-    if json:
-        output.print_json(run.record())
-        return
-    output.say(records.origin(run))
-    output.table(None, records.TABLE_HEADER, records.table(rows))
+    return Run.of(rows, yardsticks.copy_bytes_per_s, yardsticks.empty_us, commit, unproven, absent)
+
+
+def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: bool) -> bool:
+    """Print a run; whether any target was missed."""
+    findings = check_targets(run, targets)
+    missed = [finding for finding in findings if finding.state == "misses"]
+    if as_json:
+        said = [{"state": f.state, "tokens": f.tokens, "value": f.value, "target": str(f.target)} for f in findings]
+        output.print_json({**run.record(), "targets": said})
+        return bool(missed)
+    if as_markdown:
+        output.say(tables.markdown(run))
+    else:
+        output.say(origin(run))
+        output.table(None, tables.HEADER, tables.lines(run))
+    for arm, reason in run.absent.items():
+        output.say(f"{arm} was not timed: {reason}")
+    for entry in run.unproven:
+        output.say(f"UNPROVEN {entry}")
+    for finding in missed:
+        output.say(f"MISSED {finding}")
+    for text in not_measured(findings):
+        output.say(f"NOT MEASURED {text}")
+    if targets:
+        states = [finding.state for finding in findings]
+        held, unknown = states.count("holds"), states.count("not measured")
+        output.say(f"targets by cell: {held} hold, {len(missed)} missed, {unknown} not measured")
+    return bool(missed)
+
+
+def _arms(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(one_of("--arms", part.strip(), arm_names()) for part in text.split(","))
+
+
+def _targets(path: Path | None) -> list[Target]:
+    if path is None:
+        return []
+    try:
+        return read_targets(path)
+    except (ValueError, OSError) as error:
+        output.refuse(f"--check: {error}")
+
+
+def _read(path: Path) -> Run:
+    try:
+        return Run.read(path)
+    except (ValueError, OSError) as error:
+        output.refuse(f"--read: {error}")
 
 
 def _head_pairs(text: str) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -15,9 +15,11 @@ from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
 from dsafuse.models import MODELS, ModelShape
-from dsafuse.ops.config import indexer_config, mla_config
+from dsafuse.ops.config import Config, IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.ops.indexer import indexer_qk_rope_quant_and_cache
 from dsafuse.ops.mla import fused_qk_rope_concat_and_cache_mla
+from dsafuse.ops.seams import prepare_latents, prepare_qk, prepare_queries
+from dsafuse.registry import OPS
 from dsafuse.target import Target
 
 MAX_BLOCK_SIZE = 4096
@@ -65,24 +67,45 @@ def _fp8(where: Target) -> torch.dtype:
     return torch.float8_e4m3fnuz if where.fp8 == {torch.float8_e4m3fnuz} else torch.float8_e4m3fn
 
 
-def _decisions(meaning: Meaning, shape: ModelShape, heads: int, where: Target, block_size: int) -> list[Decision]:
-    fp8, activation = _fp8(where), torch.bfloat16
+def configs(meaning: Meaning, shape: ModelShape, heads: int, fp8: torch.dtype, block_size: int) -> dict[str, Config]:
+    """The static facts of every op's call in a layer with an indexer, as the engine makes it."""
+    activation, rope, index_rope = torch.bfloat16, shape.mla_rope_style.value, shape.index_rope_style.value
     query = fp8 if meaning.query == "fp8" else activation
-    rope, rounding = shape.mla_rope_style.value, "split"
-    mla = mla_config(heads, activation, query, meaning.layout, fp8, block_size, rope, rounding)
-    found = [fused_qk_rope_concat_and_cache_mla.choose(mla, where)]
-    if meaning.indexer in INDEXER_LAYOUTS:
-        index_rope = shape.index_rope_style.value
-        index = indexer_config(
-            shape.index_heads, activation, meaning.indexer, fp8, block_size, index_rope, "ue8m0", rounding
-        )
-        return [*found, indexer_qk_rope_quant_and_cache.choose(index, where)]
-    reason = (
-        f"the indexer cache of {meaning.backend} has layout {meaning.indexer}, and this version writes "
-        + ", ".join(INDEXER_LAYOUTS)
-    )
-    trace = tuple(Rejected(name, reason) for name in PROVIDERS)
-    return [*found, Decision(indexer_qk_rope_quant_and_cache.name, where.arch, trace)]
+    latent_q = LatentQ(heads, query, rope)
+    latent_kv = LatentKv(meaning.layout, block_size, rope)
+    index_q = IndexQ(shape.index_heads, index_rope, "ue8m0")
+    index_k = IndexK(meaning.indexer, block_size, index_rope, "ue8m0")
+    norm_q = NormQ(shape.q_lora_rank, shape.index_topk)
+
+    def config(**roles: Any) -> Config:
+        return Config(activation, fp8, "split", **roles)
+
+    return {
+        fused_qk_rope_concat_and_cache_mla.name: config(latent_q=latent_q, latent_kv=latent_kv),
+        indexer_qk_rope_quant_and_cache.name: config(index_q=index_q, index_k=index_k),
+        prepare_qk.name: config(latent_q=latent_q, latent_kv=latent_kv, index_q=index_q, index_k=index_k),
+        prepare_latents.name: config(norm_q=norm_q, latent_kv=replace(latent_kv, norm=True), index_k=index_k),
+        prepare_queries.name: config(latent_q=latent_q, index_q=index_q),
+    }
+
+
+def _decisions(meaning: Meaning, shape: ModelShape, heads: int, where: Target, block_size: int) -> list[Decision]:
+    unwritten = _why_unwritten(meaning, block_size)
+    return [
+        OPS[name].choose(config, where)
+        if unwritten is None or config.index_k is None
+        else Decision(name, where.arch, tuple(Rejected(provider, unwritten) for provider in PROVIDERS))
+        for name, config in configs(meaning, shape, heads, _fp8(where), block_size).items()
+    ]
+
+
+def _why_unwritten(meaning: Meaning, block_size: int) -> str | None:
+    """Why nobody could write the backend's indexer cache; None if it can be written."""
+    what = f"the indexer cache of {meaning.backend} has layout {meaning.indexer}"
+    if meaning.indexer not in INDEXER_LAYOUTS:
+        return f"{what}, and this version writes {', '.join(INDEXER_LAYOUTS)}"
+    multiple = INDEXER_LAYOUTS[meaning.indexer].block_multiple
+    return f"{what}, and block size {block_size} is no multiple of {multiple}" if block_size % multiple else None
 
 
 Found = list[tuple[Meaning, list[Decision]]]

@@ -8,7 +8,8 @@ import torch
 import typer
 
 from dsafuse.check import verify as checks
-from dsafuse.check.cases import CASES, SETS, Case
+from dsafuse.check.cases import Case
+from dsafuse.check.sets import SETS
 from dsafuse.cli import output
 from dsafuse.cli.arguments import Ops, device_named, one_of, op_names
 from dsafuse.dispatch import PROVIDERS
@@ -61,7 +62,7 @@ def _named(names: list[str], case: str, op: list[str] | None) -> list[Case]:
     if not op or len(names) != 1:
         output.refuse("--case: expected exactly one OP before it, since a case belongs to an op")
     try:
-        return [CASES[names[0]].named(case)]
+        return [Case.named(names[0], case)]
     except ValueError as error:
         output.refuse(f"--case: {error}")
 
@@ -97,10 +98,10 @@ def _record(summary: checks.Summary) -> dict[str, object]:
         "bytes_compared": c.bytes_compared,
         "mismatching_bytes": c.mismatching_bytes,
         "code_distance": c.code_distance,
-        "key_elements": c.key_elements,
-        "key_elements_off": c.key_elements_off,
-        "key_rows": c.key_rows,
-        "key_rows_off": c.key_rows_off,
+        "norm_elements": c.norm_elements,
+        "norm_elements_off": c.norm_elements_off,
+        "norm_rows": c.norm_rows,
+        "norm_rows_off": c.norm_rows_off,
         "error": summary.error,
         "split_error": summary.split_error,
         "seconds": round(summary.seconds, 3),
@@ -110,17 +111,17 @@ def _record(summary: checks.Summary) -> dict[str, object]:
 def _print(summaries: list[checks.Summary], failed: list[checks.Result]) -> None:
     header = (
         "op", "provider", "how", "passed", "failed", "declined", "bytes compared", "mismatching", "code distance",
-        "keys one code off", "key rows rescaled", "max error", "split's", "s",
+        "normed one code off", "normed rows rescaled", "max error", "split's", "s",
     )  # fmt: skip
     rows = []
     for s in summaries:
         c = s.comparison
-        keys = f"{c.key_elements_off} of {c.key_elements}" if c.key_elements else "-"
-        key_rows = f"{c.key_rows_off} of {c.key_rows}" if c.key_rows else "-"
+        keys = f"{c.norm_elements_off} of {c.norm_elements}" if c.norm_elements else "-"
+        norm_rows = f"{c.norm_rows_off} of {c.norm_rows}" if c.norm_rows else "-"
         errors = (f"{s.error:.3g}", f"{s.split_error:.3g}") if s.how == "eager" and s.passed else ("-", "-")
         counted = (str(s.passed), str(s.failed), str(s.declined), str(c.bytes_compared), str(c.mismatching_bytes))
         rows.append(
-            (s.op, s.provider, s.how, *counted, str(c.code_distance), keys, key_rows, *errors, f"{s.seconds:.1f}")
+            (s.op, s.provider, s.how, *counted, str(c.code_distance), keys, norm_rows, *errors, f"{s.seconds:.1f}")
         )
     output.table(None, header, rows)
     for s in summaries:

@@ -56,7 +56,7 @@ def rotate_heads_and_key(
     positions_ptr,
     table_ptr,
     table_stride: tl.int64,
-    max_position: tl.int64,
+    max_position: tl.int32,
     KEY: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -123,6 +123,7 @@ def quantise_query(
     BLOCK_HEADS: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -139,8 +140,8 @@ def quantise_query(
     target = token * q_out_stride_token + head * q_out_stride_head
     latent = load_row_tile(query_ptr, source + column, mask, 16).to(tl.float32)
     rope = load_row_tile(query_ptr, source + rope_column, mask, 16).to(tl.float32)
-    store_row_tile(q_out_ptr, target + column, to_fp8(latent * inverse, FP8, FP8_MAX), mask, ALIGN)
-    store_row_tile(q_out_ptr, target + rope_column, to_fp8(rope * inverse, FP8, FP8_MAX), mask, ALIGN)
+    store_row_tile(q_out_ptr, target + column, to_fp8(latent * inverse, FP8, FP8_MAX, SIGNED_NAN), mask, ALIGN)
+    store_row_tile(q_out_ptr, target + rope_column, to_fp8(rope * inverse, FP8, FP8_MAX, SIGNED_NAN), mask, ALIGN)
 
 
 @kernel
@@ -152,14 +153,15 @@ def write_latent(
     cache_stride_block: tl.int64,
     cache_stride_row: tl.int64,
     slots_ptr,
-    slot_count: tl.int64,
-    capacity: tl.int64,
+    slot_count: tl.int32,
+    capacity: tl.int32,
     k_scale_ptr,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
@@ -185,6 +187,7 @@ def write_latent(
             NEOX,
             FP8,
             FP8_MAX,
+            SIGNED_NAN,
             CACHE_ALIGN,
         )
 
@@ -230,6 +233,7 @@ def quantise_index_query(
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -251,6 +255,7 @@ def quantise_index_query(
         UE8M0,
         FP8,
         FP8_MAX,
+        SIGNED_NAN,
     )
     out = token * q_out_stride_token + head * q_out_stride_head
     store_pairs(q_out_ptr, out, c1, c2, mask, NEOX, ALIGN)
@@ -287,14 +292,15 @@ def write_key(
     cache_ptr,
     cache_stride_block: tl.int64,
     slots_ptr,
-    slot_count: tl.int64,
-    capacity: tl.int64,
+    slot_count: tl.int32,
+    capacity: tl.int32,
     LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -320,6 +326,7 @@ def write_key(
             UE8M0,
             FP8,
             FP8_MAX,
+            SIGNED_NAN,
             CACHE_ALIGN,
         )
 

@@ -36,7 +36,7 @@ def prepare(
     # both latent roles
     table_ptr,
     table_stride: tl.int64,
-    max_position: tl.int64,
+    max_position: tl.int32,
     # latent_q
     q_nope_ptr,
     q_nope_stride_token: tl.int64,
@@ -57,8 +57,8 @@ def prepare(
     cache_stride_block: tl.int64,
     cache_stride_row: tl.int64,
     slots_ptr,
-    slot_count: tl.int64,
-    capacity: tl.int64,
+    slot_count: tl.int32,
+    capacity: tl.int32,
     k_scale_ptr,
     kv_norm_weight_ptr,
     kv_norm_eps: tl.float32,
@@ -78,7 +78,7 @@ def prepare(
     # both index roles
     index_table_ptr,
     index_table_stride: tl.int64,
-    index_max_position: tl.int64,
+    index_max_position: tl.int32,
     # index_q
     index_q_ptr,
     index_q_stride_token: tl.int64,
@@ -100,8 +100,8 @@ def prepare(
     index_cache_ptr,
     index_cache_stride_block: tl.int64,
     index_slots_ptr,
-    index_slot_count: tl.int64,
-    index_capacity: tl.int64,
+    index_slot_count: tl.int32,
+    index_capacity: tl.int32,
     # which roles there are, and how they are cut
     INDEX_K: tl.constexpr,
     LATENT_KV: tl.constexpr,
@@ -124,6 +124,7 @@ def prepare(
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
@@ -140,36 +141,89 @@ def prepare(
     program = tl.program_id(0)
     token = (program // PARTS).to(tl.int64)
     part = program % PARTS
-    if INDEX_K:
-        if part == 0:
-            index_k(
+    # From the last role to the first, each with an end of its own, and bounds alone: then a compiler sees a tree, and
+    # reads a role's arguments inside its branch. Branches that joined again, or tests for one part, kept all of
+    # prepare_qk's 90 words of arguments in scalar registers on gfx942 and gfx950, and spilled some.
+    if HEADS:
+        if part >= FIRST_LATENT_Q:
+            latent_q(
                 token,
-                index_k_ptr,
-                index_k_stride,
-                index_norm_weight_ptr,
-                index_norm_bias_ptr,
-                index_eps,
+                part - FIRST_LATENT_Q,
+                q_nope_ptr,
+                q_nope_stride_token,
+                q_nope_stride_head,
+                q_pe_ptr,
+                q_pe_stride_token,
+                q_pe_stride_head,
+                positions_ptr,
+                table_ptr,
+                table_stride,
+                max_position,
+                q_out_ptr,
+                q_out_stride_token,
+                q_out_stride_head,
+                q_scale_ptr,
+                HEADS,
+                BLOCK_HEADS,
+                NEOX,
+                QUERY_FP8,
+                FP8,
+                FP8_MAX,
+                SIGNED_NAN,
+                ROUND,
+                ALIGN,
+            )
+            return
+    if INDEX_HEADS:
+        if part >= FIRST_INDEX_Q:
+            index_q(
+                token,
+                part - FIRST_INDEX_Q,
+                index_q_ptr,
+                index_q_stride_token,
+                index_q_stride_head,
+                weights_ptr,
+                weights_stride,
                 positions_ptr,
                 index_table_ptr,
                 index_table_stride,
                 index_max_position,
-                index_cache_ptr,
-                index_cache_stride_block,
-                index_slots_ptr,
-                index_slot_count,
-                index_capacity,
-                INDEX_LAYOUT,
-                INDEX_BLOCK_SIZE,
+                index_q_out_ptr,
+                index_q_out_stride_token,
+                index_q_out_stride_head,
+                weights_out_ptr,
+                weights_out_stride,
+                weights_scale,
+                INDEX_HEADS,
+                INDEX_BLOCK_HEADS,
                 INDEX_NEOX,
                 UE8M0,
                 FP8,
                 FP8_MAX,
+                SIGNED_NAN,
                 ROUND,
                 ALIGN,
-                INDEX_CACHE_ALIGN,
             )
+            return
+    if NORM_Q:
+        if part >= FIRST_NORM_Q:
+            norm_q(
+                token,
+                q_c_ptr,
+                q_c_stride,
+                q_norm_weight_ptr,
+                q_norm_eps,
+                q_c_out_ptr,
+                q_c_out_stride,
+                topk_ptr,
+                topk_stride,
+                Q_WIDTH,
+                TOPK,
+                ALIGN,
+            )
+            return
     if LATENT_KV:
-        if part == FIRST_LATENT_KV:
+        if part >= FIRST_LATENT_KV:
             latent_kv(
                 token,
                 kv_c_ptr,
@@ -199,80 +253,37 @@ def prepare(
                 NEOX,
                 FP8,
                 FP8_MAX,
+                SIGNED_NAN,
                 ROUND,
                 ALIGN,
                 CACHE_ALIGN,
             )
-    if NORM_Q:
-        if part == FIRST_NORM_Q:
-            norm_q(
-                token,
-                q_c_ptr,
-                q_c_stride,
-                q_norm_weight_ptr,
-                q_norm_eps,
-                q_c_out_ptr,
-                q_c_out_stride,
-                topk_ptr,
-                topk_stride,
-                Q_WIDTH,
-                TOPK,
-                ALIGN,
-            )
-    if INDEX_HEADS:
-        if (part >= FIRST_INDEX_Q) & (part < FIRST_LATENT_Q):
-            index_q(
-                token,
-                part - FIRST_INDEX_Q,
-                index_q_ptr,
-                index_q_stride_token,
-                index_q_stride_head,
-                weights_ptr,
-                weights_stride,
-                positions_ptr,
-                index_table_ptr,
-                index_table_stride,
-                index_max_position,
-                index_q_out_ptr,
-                index_q_out_stride_token,
-                index_q_out_stride_head,
-                weights_out_ptr,
-                weights_out_stride,
-                weights_scale,
-                INDEX_HEADS,
-                INDEX_BLOCK_HEADS,
-                INDEX_NEOX,
-                UE8M0,
-                FP8,
-                FP8_MAX,
-                ROUND,
-                ALIGN,
-            )
-    if HEADS:
-        if part >= FIRST_LATENT_Q:
-            latent_q(
-                token,
-                part - FIRST_LATENT_Q,
-                q_nope_ptr,
-                q_nope_stride_token,
-                q_nope_stride_head,
-                q_pe_ptr,
-                q_pe_stride_token,
-                q_pe_stride_head,
-                positions_ptr,
-                table_ptr,
-                table_stride,
-                max_position,
-                q_out_ptr,
-                q_out_stride_token,
-                q_out_stride_head,
-                q_scale_ptr,
-                HEADS,
-                BLOCK_HEADS,
-                NEOX,
-                QUERY_FP8,
-                FP8,
-                FP8_MAX,
-                ROUND,
-                ALIGN,
-            )
+            return
+    if INDEX_K:
+        index_k(
+            token,
+            index_k_ptr,
+            index_k_stride,
+            index_norm_weight_ptr,
+            index_norm_bias_ptr,
+            index_eps,
+            positions_ptr,
+            index_table_ptr,
+            index_table_stride,
+            index_max_position,
+            index_cache_ptr,
+            index_cache_stride_block,
+            index_slots_ptr,
+            index_slot_count,
+            index_capacity,
+            INDEX_LAYOUT,
+            INDEX_BLOCK_SIZE,
+            INDEX_NEOX,
+            UE8M0,
+            FP8,
+            FP8_MAX,
+            SIGNED_NAN,
+            ROUND,
+            ALIGN,
+            INDEX_CACHE_ALIGN,
+        )

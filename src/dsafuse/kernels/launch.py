@@ -32,21 +32,24 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How a grid is cut: query heads of one program of each query role, and the warps of every program."""
+    """How a grid is cut: query heads of one program of each query role, and the threads of every program."""
 
     block_heads: int
     index_block_heads: int
-    num_warps: int
+    threads: int
 
 
 # Measured on an H200 at 1 to 8,192 tokens (benchmarks/results): a program has to move 6 KB or more, since the GPU
 # starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads.
 PLANS: dict[str, LaunchPlan] = {
-    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, num_warps=2),
-    # A wave of 64 threads is two warps. Not measured: no AMD GPU was at hand.
-    "amd": LaunchPlan(block_heads=8, index_block_heads=16, num_warps=2),
+    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, threads=64),
+    # Not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
+    # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128
+    # threads indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64
+    # rotary dims.
+    "amd": LaunchPlan(block_heads=8, index_block_heads=16, threads=64),
     # Interpreted programs cost by the program, not by the element.
-    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, num_warps=1),
+    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, threads=32),
 }
 
 
@@ -106,14 +109,16 @@ def again(
     if not len(positions):
         return lambda _: True
     device, target = positions.device, Target.of(positions.device)
-    runtime = runtime_arguments(op, arguments, config)
+    # One tensor may be two arguments today and not tomorrow: aliases tell the kernel's places apart.
+    own = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    runtime = runtime_arguments(op, own, config)
     constants = {**constants_of(config, target), **alignments(op, arguments, config)}
     programs = grid_of(arguments, config, target)[0]
     compiled = grids.prepare.warmup(*runtime, grid=(programs,), **constants, **launch_options(target))
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     template = [*runtime, *(constants[name] for name in grids.prepare.arg_names[len(runtime) :])]
     places = [i for i, value in enumerate(runtime) if isinstance(value, torch.Tensor)]
-    names = {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    names = {id(value): name for name, value in own.items() if isinstance(value, torch.Tensor)}
     tensors_of = itemgetter(*(names[id(runtime[i])] for i in places))
     fit = Addresses(op, arguments, config).fit
     current_device, current_stream, hooks = torch.cuda.current_device, driver.active.get_current_stream, launch_hooks()
@@ -319,6 +324,7 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
         **_ABSENT_CONSTANTS,
         "FP8": getattr(tl, fmt.triton_name),
         "FP8_MAX": fmt.max,
+        "SIGNED_NAN": target.signed_nan,
         "ROUND": config.rounding == Rounding.SPLIT,
         "PDL": target.dependent_launch,
     }
@@ -376,7 +382,8 @@ _ABSENT_CONSTANTS = {
 @cache
 def launch_options(target: Target) -> dict[str, Any]:
     """Compiler and launch options. launch_pdl is unknown to ROCm's backend, False included."""
-    options: dict[str, Any] = {"num_warps": PLANS[target.vendor].num_warps, "enable_fp_fusion": False}
+    num_warps = PLANS[target.vendor].threads // target.warp_size
+    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
     if target.dependent_launch:
         options["launch_pdl"] = True
     return options

@@ -65,6 +65,7 @@ def latent_q(
     QUERY_FP8: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
@@ -82,8 +83,8 @@ def latent_q(
     if QUERY_FP8:
         inverse = reciprocal(tl.load(q_scale_ptr))
         x1, x2 = round_pairs(x1, x2, nope.dtype, ROUND)
-        nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX)
-        x1, x2 = to_fp8(x1 * inverse, FP8, FP8_MAX), to_fp8(x2 * inverse, FP8, FP8_MAX)
+        nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX, SIGNED_NAN)
+        x1, x2 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN), to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN)
     else:
         x1, x2 = x1.to(nope.dtype), x2.to(nope.dtype)
     store_row_tile(q_out_ptr, out_rows + column, nope, mask, ALIGN)
@@ -155,6 +156,7 @@ def store_latent_row(
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
     """Write one MLA cache row from its latent (activation dtype or fp32) and its rotated fp32 pairs."""
@@ -171,8 +173,8 @@ def store_latent_row(
         if LAYOUT == "fp8":
             inverse = reciprocal(tl.load(k_scale_ptr))
             scaled = wide * inverse
-            code1 = to_fp8(x1 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
-            code2 = to_fp8(x2 * inverse, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+            code1 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
+            code2 = to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
             store_pairs(bytes_ptr, row + LATENT + one, code1, code2, None, NEOX, CACHE_ALIGN)
         else:
             at_least = tl.maximum(group_scale(row_max(tl.abs(wide)), 0.0, FP8_MAX), DS_MLA_FLOOR)
@@ -182,7 +184,7 @@ def store_latent_row(
             tl.store(scale_ptr + tl.arange(0, LATENT // LATENT_TILE), scale)
             rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
             store_pairs(rope_ptr, one, x1.to(tl.bfloat16), x2.to(tl.bfloat16), None, NEOX, CACHE_ALIGN)
-        codes = to_fp8(scaled, FP8, FP8_MAX).to(tl.uint8, bitcast=True)
+        codes = to_fp8(scaled, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
         store_row_tile(bytes_ptr, row + column, codes, None, CACHE_ALIGN)
 
 
@@ -216,6 +218,7 @@ def latent_kv(
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
@@ -256,6 +259,7 @@ def latent_kv(
             NEOX,
             FP8,
             FP8_MAX,
+            SIGNED_NAN,
             CACHE_ALIGN,
         )
 
@@ -285,6 +289,7 @@ def index_q(
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
@@ -301,7 +306,7 @@ def index_q(
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
     x1, x2, y1, y2, scale = quantise_rows(
-        x1, x2, y1.to(tl.float32), y2.to(tl.float32), INDEX_Q_FLOOR, UE8M0, FP8, FP8_MAX
+        x1, x2, y1.to(tl.float32), y2.to(tl.float32), INDEX_Q_FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN
     )
     store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)
@@ -335,16 +340,15 @@ def store_tiled_pairs(base, row, FIRST: tl.constexpr, x1, x2, NEOX: tl.constexpr
     """store_pairs of a lone row's bytes FIRST to FIRST + 63 into a block of tiles; FIRST is at a tile's edge."""
     tile = tl.arange(0, 1)[:, None] + row // TILE_TOKENS * (TILE_TOKENS * INDEX) + row % TILE_TOKENS * TILE_BYTES
     pair = tl.arange(0, ROPE // 2)[None, :]
-    byte1 = FIRST + pair if NEOX else FIRST + 2 * pair
-    byte2 = byte1 + (ROPE // 2 if NEOX else 1)
-    place1 = tile + byte1 // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte1 % TILE_BYTES
-    place2 = tile + byte2 // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte2 % TILE_BYTES
+    byte = FIRST + pair if NEOX else FIRST + 2 * pair
+    place = tile + byte // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte % TILE_BYTES
     if NEOX:
-        store_row_tile(base, place1, x1, None, ALIGN)
-        store_row_tile(base, place2, x2, None, ALIGN)
+        # The second half lies whole tiles behind the first.
+        store_row_tile(base, place, x1, None, ALIGN)
+        store_row_tile(base, place + ROPE // 2 * TILE_TOKENS, x2, None, ALIGN)
     else:
-        tl.store(base + place1, x1)
-        tl.store(base + place2, x2)
+        tl.store(base + place, x1)
+        tl.store(base + place + 1, x2)
 
 
 @triton.jit
@@ -362,10 +366,11 @@ def store_index_row(
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
     """Quantise one prepared key (fp32 pair tiles: rotary dims, the rest) and write its row of the planar block."""
-    c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX)
+    c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN)
     c1, c2 = c1.to(tl.uint8, bitcast=True), c2.to(tl.uint8, bitcast=True)
     d1, d2 = d1.to(tl.uint8, bitcast=True), d2.to(tl.uint8, bitcast=True)
     bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
@@ -405,6 +410,7 @@ def index_k(
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
@@ -435,5 +441,6 @@ def index_k(
             UE8M0,
             FP8,
             FP8_MAX,
+            SIGNED_NAN,
             CACHE_ALIGN,
         )

@@ -27,11 +27,12 @@ def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, An
     return -(-heads // block), {"HEADS": heads, "BLOCK_HEADS": block}
 
 
-def _format(dtype: torch.dtype) -> dict[str, Any]:
+def _format(dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, Any]:
     import triton.language as tl
 
     fmt = FP8_FORMATS[dtype]
-    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max}
+    signed_nan = Target.of(tensor.device).signed_nan
+    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max, "SIGNED_NAN": signed_nan}
 
 
 def rotate(
@@ -96,7 +97,7 @@ def quantise_query(query: torch.Tensor, q_scale: torch.Tensor, q_out: torch.Tens
             q_out.stride(1),
             ALIGN=alignment(q_out),
             **cut,
-            **_format(q_out.dtype),
+            **_format(q_out.dtype, q_out),
             **_options(query),
         )
 
@@ -129,7 +130,7 @@ def write_latent(
             NEOX=role.rope_style == RopeStyle.NEOX,
             ALIGN=alignment(latent),
             CACHE_ALIGN=alignment(kv_cache, at_least=MLA_LAYOUTS[role.layout].alignment_bytes),
-            **_format(config.fp8),
+            **_format(config.fp8, kv_cache),
             **_options(latent),
         )
 
@@ -182,7 +183,7 @@ def quantise_index_query(
             UE8M0=role.scale_rule == ScaleRule.UE8M0,
             ALIGN=alignment(q, q_out),
             **cut,
-            **_format(q_out.dtype),
+            **_format(q_out.dtype, q_out),
             **_options(q),
         )
 
@@ -225,6 +226,6 @@ def write_key(
             NEOX=role.rope_style == RopeStyle.NEOX,
             UE8M0=role.scale_rule == ScaleRule.UE8M0,
             CACHE_ALIGN=alignment(kv_cache[:, 0], at_least=INDEXER_LAYOUTS[role.layout].alignment_bytes),
-            **_format(config.fp8),
+            **_format(config.fp8, kv_cache),
             **_options(k_norm),
         )

@@ -104,8 +104,12 @@ def reciprocal(scale):
 
 
 @triton.jit
-def to_fp8(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Clamped, nearest even. AMD's conversions do not saturate, and an overflow would become NaN."""
+def to_fp8(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SIGNED_NAN: tl.constexpr):
+    """Clamped, nearest even, one NaN. AMD's conversions do not saturate, and an overflow would become NaN."""
+    if SIGNED_NAN:
+        # The conversion would keep a NaN's sign. No dearer there: AMD's clamp passes over NaN, and one that does not
+        # is this selection, too.
+        return tl.where(x == x, tl.clamp(x, -FP8_MAX, FP8_MAX), float("nan")).to(FP8)
     return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
 
@@ -123,7 +127,17 @@ def group_scale(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def quantise_rows(x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
+def quantise_rows(
+    x1,
+    x2,
+    y1,
+    y2,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
+):
     """Two pair tiles of the same rows to fp8, one scale a row [ROWS]. maximum() passes over NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(x1), tl.abs(x2)), tl.maximum(tl.abs(y1), tl.abs(y2)))
     scale = group_scale(row_max(largest), FLOOR, FP8_MAX)
@@ -136,10 +150,10 @@ def quantise_rows(x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8:
         x1, x2 = tl.div_rn(x1, divisor), tl.div_rn(x2, divisor)
         y1, y2 = tl.div_rn(y1, divisor), tl.div_rn(y2, divisor)
     return (
-        to_fp8(x1, FP8, FP8_MAX),
-        to_fp8(x2, FP8, FP8_MAX),
-        to_fp8(y1, FP8, FP8_MAX),
-        to_fp8(y2, FP8, FP8_MAX),
+        to_fp8(x1, FP8, FP8_MAX, SIGNED_NAN),
+        to_fp8(x2, FP8, FP8_MAX, SIGNED_NAN),
+        to_fp8(y1, FP8, FP8_MAX, SIGNED_NAN),
+        to_fp8(y2, FP8, FP8_MAX, SIGNED_NAN),
         scale,
     )
 

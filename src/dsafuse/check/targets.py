@@ -1,0 +1,150 @@
+"""A run against a table of targets: what holds, what misses, and what was not measured."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dsafuse.check.arms import arm_names
+from dsafuse.check.bench import L2_STATES
+from dsafuse.check.records import Row, Run
+from dsafuse.registry import OPS
+
+METRICS = ("median_us", "fraction_of_copy", "host_of_mul", "speedup", "eager_speedup", "speedup_over_parts")
+"""Of a row: microseconds; fraction of copy bandwidth; host time over a torch.mul's. Against another arm: its median, or
+its eager time, over the row's. Against `parts`: the sum of their medians over the row's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One line of the table: what a metric has to be in every cell of a range."""
+
+    op: str
+    heads: str
+    tokens: tuple[int, int]
+    """The first and the last token count that it speaks of."""
+    l2: str
+    metric: str
+    at_most: float | None = None
+    at_least: float | None = None
+    arm: str = "fused"
+    over: str | None = None
+    """The other arm of a speedup."""
+    parts: tuple[str, ...] = ()
+    """The ops that do the same one after the other, for speedup_over_parts."""
+
+    @property
+    def bound(self) -> str:
+        """As a sentence has it."""
+        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is within the bound."""
+        return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
+
+    def __str__(self) -> str:
+        against = f" over {self.over}" if self.over else f" over {' + '.join(self.parts)}" if self.parts else ""
+        first, last = self.tokens
+        return f"{self.op} {self.heads} T={first}..{last} {self.l2}, {self.arm}: {self.metric}{against} {self.bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A target in one cell; `tokens` is None where the run has no such cell at all."""
+
+    target: Target
+    tokens: int | None
+    value: float | None
+
+    @property
+    def state(self) -> str:
+        """holds, misses, or not measured."""
+        if self.value is None:
+            return "not measured"
+        return "holds" if self.target.holds(self.value) else "misses"
+
+    def __str__(self) -> str:
+        got = "" if self.value is None else f" {self.value:.3g},"
+        return f"{self.target}: got{got} at T={self.tokens}" if got else f"{self.target}: {self.state}"
+
+
+def read_targets(path: Path) -> list[Target]:
+    """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
+    try:
+        entries = tomllib.loads(path.read_text()).get("target", [])
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not entries:
+        raise ValueError(f"{path}: got no [[target]], expected at least one")
+    return [_target(path, number, entry) for number, entry in enumerate(entries, 1)]
+
+
+def _target(path: Path, number: int, entry: dict[str, object]) -> Target:
+    known = {f.name for f in fields(Target)}
+    where = f"{path}, target {number}"
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"{where}: got {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    try:
+        target = Target(**values)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    choices = {"op": tuple(OPS), "metric": METRICS, "l2": L2_STATES, "arm": arm_names()}
+    for key, allowed in choices.items():
+        if getattr(target, key) not in allowed:
+            raise ValueError(f"{where}: got {key}={getattr(target, key)!r}, expected one of {', '.join(allowed)}")
+    if (target.at_most is None) == (target.at_least is None):
+        raise ValueError(f"{where}: expected one of at_most and at_least")
+    if len(target.tokens) != 2:
+        raise ValueError(f"{where}: got tokens={target.tokens}, expected the first and the last")
+    if target.metric in ("speedup", "eager_speedup") and target.over not in arm_names():
+        raise ValueError(f"{where}: got over={target.over!r}, expected one of {', '.join(arm_names())}")
+    if target.metric == "speedup_over_parts" and not set(target.parts) <= set(OPS):
+        raise ValueError(f"{where}: got parts={target.parts}, expected names of ops")
+    return target
+
+
+def check(run: Run, targets: Sequence[Target]) -> list[Finding]:
+    """Every target in every cell that the run was asked for."""
+    return [finding for target in targets for finding in _findings(run, target)]
+
+
+def not_measured(findings: Sequence[Finding]) -> Iterator[str]:
+    """The targets that have cells without a value, a sentence each."""
+    unknown: dict[Target, list[int | None]] = {}
+    for finding in findings:
+        if finding.value is None:
+            unknown.setdefault(finding.target, []).append(finding.tokens)
+    for target, counts in unknown.items():
+        where = ", ".join(str(tokens) for tokens in counts if tokens is not None)
+        yield f"{target} (at T={where})" if where else f"{target} (no such token count and L2 in this run)"
+
+
+def _findings(run: Run, target: Target) -> Iterator[Finding]:
+    first, last = target.tokens
+    seen = {row.tokens for row in run.rows if row.l2 == target.l2} | {cell.tokens for cell in run.unproven}
+    counts = sorted(tokens for tokens in seen if first <= tokens <= last)
+    if not counts:
+        yield Finding(target, None, None)
+    for tokens in counts:
+        row = run.row(target.op, target.heads, tokens, target.arm, target.l2)
+        yield Finding(target, tokens, None if row is None else _value(run, target, row))
+
+
+def _value(run: Run, target: Target, row: Row) -> float | None:
+    """The metric of a row; None where something that it needs was not measured."""
+    if target.metric in ("median_us", "fraction_of_copy", "host_of_mul"):
+        value: float | None = getattr(row, target.metric)
+        return value
+    if target.metric == "speedup_over_parts":
+        parts = [run.row(part, row.heads, row.tokens, row.arm, row.l2) for part in target.parts]
+        times = [part.median_us for part in parts if part is not None]
+        return sum(times) / row.median_us if len(times) == len(target.parts) else None
+    other = run.row(row.op, row.heads, row.tokens, target.over or "", row.l2)
+    if other is None:
+        return None
+    if target.metric == "speedup":
+        return other.median_us / row.median_us
+    return other.eager_us / row.eager_us if other.eager_us is not None and row.eager_us else None

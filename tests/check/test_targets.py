@@ -1,0 +1,141 @@
+"""Targets as data: what holds, what misses, what was not measured; and the picture of a run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsafuse.check import plot
+from dsafuse.check.records import Row, Run
+from dsafuse.check.targets import check, not_measured, read_targets
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "targets.toml"
+QK, MLA, INDEXER = "prepare_qk", "fused_qk_rope_concat_and_cache_mla", "indexer_qk_rope_quant_and_cache"
+
+
+def row(op=QK, arm="fused", tokens=8, l2="cold", median_us=2.0, **values):
+    common = {"case": "", "heads": "16/32", "what": arm, "p10_us": 1.0, "p90_us": 3.0, "bytes_moved": 10**6 * tokens}
+    common |= {"gb_per_s": 1.0, "fraction_of_copy": 0.5, "empty_launches": 3.0, "input_sets": 4}
+    return Row(op=op, arm=arm, tokens=tokens, l2=l2, median_us=median_us, **{**common, **values})
+
+
+def run_of(*rows):
+    return Run.of(rows, 4e12, 0.6, commit="abc")
+
+
+def targets_of(tmp_path, **entry):
+    values = {"op": QK, "heads": "16/32", "tokens": [1, 8], "l2": "cold", **entry}
+    lines = [f"{key} = {str(value) if not isinstance(value, str) else repr(value)}" for key, value in values.items()]
+    (tmp_path / "targets.toml").write_text("[[target]]\n" + "\n".join(lines).replace("'", '"'))
+    return read_targets(tmp_path / "targets.toml")
+
+
+def states(run, targets):
+    return [finding.state for finding in check(run, targets)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "rows", "state"),
+    [
+        ({"metric": "median_us", "at_most": 2.0}, [row()], "holds"),
+        ({"metric": "median_us", "at_most": 1.9}, [row()], "misses"),
+        ({"metric": "fraction_of_copy", "at_least": 0.5}, [row()], "holds"),
+        ({"metric": "fraction_of_copy", "at_least": 0.51}, [row()], "misses"),
+        ({"metric": "host_of_mul", "at_most": 2.0}, [row(host_us=16.0, mul_us=8.0)], "holds"),
+        ({"metric": "host_of_mul", "at_most": 1.75}, [row(host_us=16.0, mul_us=8.0)], "misses"),
+        ({"metric": "host_of_mul", "at_most": 1.75}, [row()], "not measured"),
+        ({"metric": "speedup", "over": "split", "at_least": 3}, [row(), row(arm="split", median_us=6.0)], "holds"),
+        ({"metric": "speedup", "over": "split", "at_least": 3}, [row(), row(arm="split", median_us=5.0)], "misses"),
+        ({"metric": "speedup", "over": "vllm_fused", "at_least": 1}, [row(), row(arm="split")], "not measured"),
+        ({"metric": "speedup", "over": "split", "at_least": 1}, [row(), row(arm="split", l2="warm")], "not measured"),
+        (
+            {"metric": "eager_speedup", "over": "split", "at_least": 2},
+            [row(eager_us=10.0), row(arm="split", eager_us=21.0)],
+            "holds",
+        ),
+        ({"metric": "eager_speedup", "over": "split", "at_least": 2}, [row(), row(arm="split")], "not measured"),
+        (
+            {"metric": "speedup_over_parts", "parts": [MLA, INDEXER], "at_least": 1},
+            [row(), row(op=MLA, median_us=1.5), row(op=INDEXER, median_us=0.4)],
+            "misses",
+        ),
+        (
+            {"metric": "speedup_over_parts", "parts": [MLA, INDEXER], "at_least": 1},
+            [row(), row(op=MLA, median_us=1.5)],
+            "not measured",
+        ),
+        ({"metric": "median_us", "at_most": 2.0}, [row(op=MLA)], "not measured"),
+        ({"metric": "median_us", "at_most": 2.0}, [row(l2="warm")], "not measured"),
+        ({"metric": "median_us", "at_most": 2.0}, [row(tokens=9)], "not measured"),
+    ],
+)
+def test_a_target_holds_misses_or_was_not_measured(tmp_path, entry, rows, state):
+    assert states(run_of(*rows), targets_of(tmp_path, **entry)) == [state]
+
+
+def test_every_cell_of_the_range_counts(tmp_path):
+    targets = targets_of(tmp_path, metric="median_us", at_most=2.0)
+    run = run_of(row(tokens=1), row(tokens=8, median_us=2.1), row(tokens=16, median_us=9.0), row(op=MLA, tokens=4))
+    findings = check(run, targets)
+    assert [(f.tokens, f.state) for f in findings] == [(1, "holds"), (4, "not measured"), (8, "misses")]
+    assert list(not_measured(findings)) == [f"{targets[0]} (at T=4)"]
+    assert "got 2.1, at T=8" in str(findings[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"op": "no_op"}, "op='no_op'"),
+        ({"metric": "speed"}, "metric='speed'"),
+        ({"l2": "hot"}, "l2='hot'"),
+        ({"tokens": [1]}, "first and the last"),
+        ({"at_least": 1}, "one of at_most and at_least"),
+        ({"colour": "red"}, "colour"),
+        ({"metric": "speedup", "over": "nobody"}, "over='nobody'"),
+        ({"metric": "speedup_over_parts", "parts": ["x"]}, "names of ops"),
+    ],
+)
+def test_a_target_that_can_mean_nothing_is_refused(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        targets_of(tmp_path, **{"metric": "median_us", "at_most": 2.0, **change})
+
+
+@pytest.mark.parametrize("text", ["", "target = ", "[[target]]\nop = 'prepare_qk'"])
+def test_a_file_without_targets_is_refused(tmp_path, text):
+    (tmp_path / "t.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"t\.toml"):
+        read_targets(tmp_path / "t.toml")
+
+
+def test_the_table_that_the_project_is_held_to():
+    targets = read_targets(TABLE)
+    assert {target.op for target in targets} == {QK, MLA, INDEXER, "prepare_latents", "prepare_queries"}
+    assert {target.heads for target in targets} == {"128/64", "16/32"}
+    hosts = {target.at_most for target in targets if target.metric == "host_of_mul"}
+    assert hosts == {1.75, 2.2}
+    assert len(set(targets)) == len(targets)
+
+
+def test_a_run_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(op=op, arm=arm, tokens=tokens, l2=l2, median_us=(1 + tokens / 50) * (1 if arm == "fused" else 4))
+        for op in (QK, MLA, INDEXER, "prepare_latents", "prepare_queries")
+        for arm in ("fused", "split")
+        for l2 in ("cold", "warm")
+        for tokens in (1, 64, 4096)
+    ]
+    for name, drawn in (("five.png", rows), ("one.png", rows[:12])):
+        plot.plot(run_of(*drawn), tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_brings_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "dsafuse[bench]" in plot.why_not()
+
+
+def test_rows_of_one_cell_are_told_apart():
+    run = run_of(row(), row(l2="warm", median_us=1.0), replace(row(), heads="128/64"))
+    assert run.row(QK, "16/32", 8, "fused", "warm").median_us == 1.0
+    assert run.row(QK, "16/32", 8, "split", "warm") is None
