@@ -72,6 +72,10 @@ class OpConfig(Hashable, Protocol):
     def fp8_formats(self) -> frozenset[torch.dtype]:
         """The fp8 formats that this call reads or writes."""
 
+    @property
+    def families(self) -> frozenset[str]:
+        """Which of DSAFUSE_OPS the call belongs to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Provider:
@@ -131,7 +135,6 @@ def _switched_off(provider: Provider, families: frozenset[str], switches: Switch
 @lru_cache(maxsize=1024)
 def choose(
     op: str,
-    families: frozenset[str],
     config: OpConfig,
     target: Target,
     switches: Switches,
@@ -142,7 +145,6 @@ def choose(
 
     Args:
         op: name of the op.
-        families: which of DSAFUSE_OPS it belongs to.
         config: static facts of the call.
         target: the machine, detected or named.
         switches: environment choices.
@@ -150,7 +152,7 @@ def choose(
     """
     trace: list[Accepted | Rejected] = []
     for provider in PROVIDERS.values():
-        reason = _switched_off(provider, families, switches)
+        reason = _switched_off(provider, config.families, switches)
         if reason is None:
             module = provider.load()
             reason = module.why_not(config, target) or (module.why_not_here() if here else None)

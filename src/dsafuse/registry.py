@@ -37,7 +37,6 @@ class Op(Generic[P, R]):
         outputs: shapes and dtypes of the outputs, from arguments that need not be checked yet.
         mutates: arguments written in place besides the outputs.
         derived: arguments that the out-form does not have, since its outputs tell them.
-        families: which of DSAFUSE_OPS it belongs to.
         index_prefix: what its names of the indexer's arguments begin with.
     """
 
@@ -50,13 +49,11 @@ class Op(Generic[P, R]):
         output_names: tuple[str, ...],
         mutates: tuple[str, ...],
         derived: tuple[str, ...],
-        families: frozenset[str],
         index_prefix: str = "",
     ) -> None:
         update_wrapper(self, oracle)
         self.name = oracle.__name__
         self.oracle = oracle
-        self.families = families
         self.index_prefix = index_prefix
         self.output_names = output_names
         self.mutates = mutates
@@ -111,7 +108,7 @@ class Op(Generic[P, R]):
 
     def choose(self, config: OpConfig, target: Target, *, here: bool = False) -> Decision:
         """Who would run this op on `target`, and why. Raises nothing: the answer may be nobody."""
-        return choose(self.name, self.families, config, target, switches.current(), here=here)
+        return choose(self.name, config, target, switches.current(), here=here)
 
     def with_provider(self, name: str) -> Callable[P, R]:
         """This op bound to one provider, or to its oracle under the name "oracle"; for proof and timing.
@@ -205,7 +202,6 @@ def fused_op(
     resolve: Callable[[Arguments], OpConfig],
     outputs: Callable[[Arguments], Shapes],
     output_names: tuple[str, ...],
-    families: frozenset[str],
     mutates: tuple[str, ...] = ("kv_cache",),
     derived: tuple[str, ...] = (),
     index_prefix: str = "",
@@ -220,7 +216,6 @@ def fused_op(
             output_names=output_names,
             mutates=mutates,
             derived=derived,
-            families=families,
             index_prefix=index_prefix,
         )
 

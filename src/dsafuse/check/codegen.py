@@ -116,16 +116,19 @@ def kernels(targets: Iterable[str] = TARGETS, ops: Iterable[str] | None = None) 
     found = []
     for target in targets:
         for name in ops or OPS:
-            families = OPS[name].families
             for variant in VARIANTS.values():
-                if Target.named(target).vendor in variant.vendors and _concerns(variant, name, families):
+                if Target.named(target).vendor in variant.vendors and _concerns(variant, name):
                     found += [Kernel(target, name, variant.name, heads) for heads in HEADS]
     return found
 
 
-def _concerns(variant: Variant, op: str, families: frozenset[str]) -> bool:
+def _has_mla(op: str) -> bool:
+    return not {"q_nope", "kv_c"}.isdisjoint(inspect.signature(OPS[op]).parameters)
+
+
+def _concerns(variant: Variant, op: str) -> bool:
     parameters = inspect.signature(OPS[op]).parameters
-    mla, both = "mla" in families, len(families) == 2
+    mla, both = _has_mla(op), bool(OPS[op].index_prefix)
     default = VARIANTS["fp8"]
     if not variant.indexer and not both:
         return False
@@ -215,7 +218,7 @@ def arguments_of(op: Op[..., Any], variant: Variant, heads: tuple[int, int], tar
             "index_kv_layout": variant.index_layout,
             "index_rope_style": shape.index_rope_style.value,
         }
-    lone = op.families == {"indexer"}
+    lone = not _has_mla(op.name)
     names = {
         name: f"index_{name}" if lone and name not in SHARED else name for name in inspect.signature(op).parameters
     }
@@ -251,7 +254,7 @@ def _elements(launch: Any) -> int:
     if "Q_WIDTH" in p:
         return int(
             QUERY_DIM * (p["LATENT_KV"] + (p["BLOCK_HEADS"] if p["HEADS"] else 0))
-            + INDEX_DIM * (p["INDEX_K"] + (p["INDEX_BLOCK_HEADS"] if p["INDEX_HEADS"] else 0))
+            + INDEX_DIM * (p["INDEX_ROWS"] + (p["INDEX_BLOCK_HEADS"] if p["INDEX_HEADS"] else 0))
             + p["NORM_Q"] * (p["Q_WIDTH"] + p["TOPK"])
         )
     sizes: list[int] = [

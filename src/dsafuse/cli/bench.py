@@ -60,7 +60,7 @@ def bench(
         run.write(out)
     if plot is not None and run.rows:
         plots.plot(run, plot)
-    missed = _show(run, targets, as_json=json, as_markdown=markdown)
+    missed = _show(run, targets, as_json=json, as_markdown=states if markdown else [])
     raise typer.Exit(1 if missed or run.unproven else 0)
 
 
@@ -89,8 +89,8 @@ def _timed(cases: list[Case], asked: tuple[str, ...] | None, states: list[str], 
     return Run.of(rows, yardsticks.copy_bytes_per_s, yardsticks.empty_us, commit, unproven, absent)
 
 
-def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: bool) -> bool:
-    """Print a run; whether any target was missed."""
+def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[str]) -> bool:
+    """Print a run, as Markdown for some states of the L2; whether any target was missed."""
     findings = check_targets(run, targets)
     missed = [finding for finding in findings if finding.state == "misses"]
     if as_json:
@@ -98,7 +98,9 @@ def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: bool) 
         output.print_json({**run.record(), "targets": said})
         return bool(missed)
     if as_markdown:
-        output.say(tables.markdown(run))
+        for state in as_markdown:
+            if any(row.l2 == state for row in run.rows):
+                output.say(tables.markdown(run, state))
     else:
         output.say(origin(run))
         output.table(None, tables.HEADER, tables.lines(run))

@@ -11,7 +11,7 @@ from dsafuse.kernels.roles import (
     latent_columns,
     layer_norm,
     norm_q,
-    store_index_row,
+    store_index_rows,
     store_latent_row,
 )
 from dsafuse.kernels.tiles import (
@@ -70,7 +70,7 @@ def rotate_heads_and_key(
     program = tl.program_id(0)
     token = (program // PARTS).to(tl.int64)
     part = program % PARTS
-    angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
     if KEY:
         if part == 0:
             one = tl.arange(0, 1)[:, None]
@@ -306,29 +306,28 @@ def write_key(
 ):
     """kv_cache[slot] = quantise(concat(k_rot, rest of k_norm)), one scale a row."""
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    one = tl.arange(0, 1)[:, None]
-    x1, x2 = load_pairs(k_rot_ptr, token * ROPE + one, None, NEOX, 16)
-    y1, y2 = load_pairs(k_norm_ptr, token * (2 * ROPE) + ROPE + one, None, NEOX, 16)
-    if live:
-        store_index_row(
-            x1.to(tl.float32),
-            x2.to(tl.float32),
-            y1.to(tl.float32),
-            y2.to(tl.float32),
-            slot,
-            cache_ptr,
-            cache_stride_block,
-            LAYOUT,
-            BLOCK_SIZE,
-            NEOX,
-            UE8M0,
-            FP8,
-            FP8_MAX,
-            SIGNED_NAN,
-            CACHE_ALIGN,
-        )
+    x1, x2 = load_pairs(k_rot_ptr, token * ROPE, None, NEOX, 16)
+    y1, y2 = load_pairs(k_norm_ptr, token * (2 * ROPE) + ROPE, None, NEOX, 16)
+    store_index_rows(
+        x1.to(tl.float32),
+        x2.to(tl.float32),
+        y1.to(tl.float32),
+        y2.to(tl.float32),
+        slot,
+        live,
+        cache_ptr,
+        cache_stride_block,
+        LAYOUT,
+        BLOCK_SIZE,
+        NEOX,
+        UE8M0,
+        FP8,
+        FP8_MAX,
+        SIGNED_NAN,
+        CACHE_ALIGN,
+    )
 
 
 @kernel

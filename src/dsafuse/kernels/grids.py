@@ -33,6 +33,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 @kernel
 def prepare(
     positions_ptr,
+    tokens: tl.int32,
     # both latent roles
     table_ptr,
     table_stride: tl.int64,
@@ -103,7 +104,7 @@ def prepare(
     index_slot_count: tl.int32,
     index_capacity: tl.int32,
     # which roles there are, and how they are cut
-    INDEX_K: tl.constexpr,
+    INDEX_ROWS: tl.constexpr,
     LATENT_KV: tl.constexpr,
     NORM_Q: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
@@ -131,16 +132,31 @@ def prepare(
     INDEX_CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: for each token one program for each key row and norm, then one for each block of heads."""
+    """Grid: for each group of tokens one program for all their indexer keys, then the programs of each token:
+    one for each latent row, one for each block of heads. Without indexer keys a group is one token.
+
+    The GPU starts a program in 1.2 ns (H200), which is what a prefill of lone key rows would cost.
+    """
     wait_for_inputs(PDL)
-    FIRST_LATENT_KV: tl.constexpr = INDEX_K
-    FIRST_NORM_Q: tl.constexpr = FIRST_LATENT_KV + LATENT_KV
+    GROUP: tl.constexpr = INDEX_ROWS if INDEX_ROWS else 1
+    KEYS: tl.constexpr = 1 if INDEX_ROWS else 0
+    FIRST_NORM_Q: tl.constexpr = LATENT_KV
     FIRST_INDEX_Q: tl.constexpr = FIRST_NORM_Q + NORM_Q
     FIRST_LATENT_Q: tl.constexpr = FIRST_INDEX_Q + (INDEX_HEADS + INDEX_BLOCK_HEADS - 1) // INDEX_BLOCK_HEADS
     PARTS: tl.constexpr = FIRST_LATENT_Q + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.program_id(0)
-    token = (program // PARTS).to(tl.int64)
-    part = program % PARTS
+    group = program // (KEYS + GROUP * PARTS)
+    work = program % (KEYS + GROUP * PARTS) - KEYS  # -1: the group's keys
+    first = group * GROUP
+    if GROUP > 1:
+        behind = tl.maximum(work, 0) // PARTS
+        if first + behind >= tokens:
+            return
+        part = tl.where(work < 0, -1, work % PARTS)
+        token = (first + behind).to(tl.int64)
+    else:
+        part = work
+        token = first.to(tl.int64)
     # From the last role to the first, each with an end of its own, and bounds alone: then a compiler sees a tree, and
     # reads a role's arguments inside its branch. Branches that joined again, or tests for one part, kept all of
     # prepare_qk's 90 words of arguments in scalar registers on gfx942 and gfx950, and spilled some.
@@ -223,7 +239,7 @@ def prepare(
             )
             return
     if LATENT_KV:
-        if part >= FIRST_LATENT_KV:
+        if part >= 0:
             latent_kv(
                 token,
                 kv_c_ptr,
@@ -259,9 +275,10 @@ def prepare(
                 CACHE_ALIGN,
             )
             return
-    if INDEX_K:
+    if INDEX_ROWS:
         index_k(
-            token,
+            (first + tl.arange(0, INDEX_ROWS)[:, None]).to(tl.int64),
+            tokens,
             index_k_ptr,
             index_k_stride,
             index_norm_weight_ptr,

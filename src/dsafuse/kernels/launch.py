@@ -32,24 +32,25 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How a grid is cut: query heads of one program of each query role, and the threads of every program."""
+    """How a grid is cut: query heads of one program of each query role, indexer keys of one program, its threads."""
 
     block_heads: int
     index_block_heads: int
+    index_rows: int
     threads: int
 
 
 # Measured on an H200 at 1 to 8,192 tokens (benchmarks/results): a program has to move 6 KB or more, since the GPU
 # starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads.
 PLANS: dict[str, LaunchPlan] = {
-    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, threads=64),
+    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, index_rows=4, threads=64),
     # Not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
     # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128
     # threads indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64
     # rotary dims.
-    "amd": LaunchPlan(block_heads=8, index_block_heads=16, threads=64),
+    "amd": LaunchPlan(block_heads=8, index_block_heads=16, index_rows=4, threads=64),
     # Interpreted programs cost by the program, not by the element.
-    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, threads=32),
+    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, index_rows=4, threads=32),
 }
 
 
@@ -178,8 +179,15 @@ class Addresses:
 
 
 def grid_of(arguments: Arguments, config: Config, target: Target) -> tuple[int]:
-    """Programs of the launch."""
-    return (len(arguments["positions"]) * programs_of_a_token(config, target),)
+    """Programs of the launch, as `grids.prepare` cuts the tokens' work."""
+    plan, tokens = PLANS[target.vendor], len(arguments["positions"])
+    parts = sum(role is not None for role in (config.latent_kv, config.norm_q))
+    for role, most in ((config.index_q, plan.index_block_heads), (config.latent_q, plan.block_heads)):
+        if role is not None:
+            parts += -(-role.heads // head_block(most, role.heads))
+    if config.index_k is None:
+        return (tokens * parts,)
+    return (-(-tokens // plan.index_rows) * (1 + plan.index_rows * parts),)
 
 
 def runtime_arguments(op: str, arguments: Arguments, config: Config) -> tuple[Any, ...]:
@@ -188,6 +196,7 @@ def runtime_arguments(op: str, arguments: Arguments, config: Config) -> tuple[An
     latent, indexed = config.latent_q or config.latent_kv, config.index_q or config.index_k
     return (
         arguments["positions"],
+        len(arguments["positions"]),
         *(_table(arguments["cos_sin_cache"]) if latent else _ABSENT_TABLE),
         *(_latent_q(arguments) if config.latent_q else _ABSENT_LATENT_Q),
         *(_latent_kv(arguments, config.latent_kv.norm) if config.latent_kv else _ABSENT_LATENT_KV),
@@ -304,16 +313,6 @@ def head_block(most: int, heads: int) -> int:
     return min(most, 1 << max(heads - 1, 0).bit_length())
 
 
-def programs_of_a_token(config: Config, target: Target) -> int:
-    """Parts that `grids.prepare` cuts a token's work into."""
-    plan = PLANS[target.vendor]
-    rows = sum(role is not None for role in (config.index_k, config.latent_kv, config.norm_q))
-    for role, most in ((config.index_q, plan.index_block_heads), (config.latent_q, plan.block_heads)):
-        if role is not None:
-            rows += -(-role.heads // head_block(most, role.heads))
-    return rows
-
-
 @cache
 def constants_of(config: Config, target: Target) -> dict[str, Any]:
     """The compile-time constants that follow from the configuration alone."""
@@ -349,7 +348,7 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
         constants["INDEX_NEOX"] = index_q.rope_style == RopeStyle.NEOX
         constants["UE8M0"] = index_q.scale_rule == ScaleRule.UE8M0
     if (index_k := config.index_k) is not None:
-        constants["INDEX_K"] = 1
+        constants["INDEX_ROWS"] = plan.index_rows
         constants["INDEX_LAYOUT"] = index_k.layout
         constants["INDEX_BLOCK_SIZE"] = index_k.block_size
         constants["INDEX_NEOX"] = index_k.rope_style == RopeStyle.NEOX
@@ -358,7 +357,7 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
 
 
 _ABSENT_CONSTANTS = {
-    "INDEX_K": 0,
+    "INDEX_ROWS": 0,
     "LATENT_KV": 0,
     "NORM_Q": 0,
     "INDEX_HEADS": 0,

@@ -78,7 +78,7 @@ def latent_q(
     out_rows = token * q_out_stride_token + head * q_out_stride_head
     nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
     x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     if QUERY_FP8:
         inverse = reciprocal(tl.load(q_scale_ptr))
@@ -228,7 +228,7 @@ def latent_kv(
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
     one = tl.arange(0, 1)[:, None]
     k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride + one, None, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
     column = latent_columns(LAYOUT)
     kv_c = load_row_tile(kv_c_ptr, token * kv_c_stride + column, None, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
@@ -301,7 +301,7 @@ def index_q(
     x1, x2 = load_pairs(q_ptr, q_rows, mask, NEOX, ALIGN)
     y1, y2 = load_pairs(q_ptr, q_rows + ROPE, mask, NEOX, ALIGN)
     weights = tl.load(weights_ptr + token * weights_stride + head, mask=mask).to(tl.float32)  # [BLOCK_HEADS, 1]
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
@@ -336,28 +336,29 @@ def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
 
 
 @triton.jit
-def store_tiled_pairs(base, row, FIRST: tl.constexpr, x1, x2, NEOX: tl.constexpr, ALIGN: tl.constexpr):
-    """store_pairs of a lone row's bytes FIRST to FIRST + 63 into a block of tiles; FIRST is at a tile's edge."""
-    tile = tl.arange(0, 1)[:, None] + row // TILE_TOKENS * (TILE_TOKENS * INDEX) + row % TILE_TOKENS * TILE_BYTES
+def store_tiled_pairs(base, row, FIRST: tl.constexpr, x1, x2, mask, NEOX: tl.constexpr, ALIGN: tl.constexpr):
+    """store_pairs of bytes FIRST to FIRST + 63 of rows [ROWS, 1] into blocks of tiles; FIRST is at a tile's edge."""
+    tile = row // TILE_TOKENS * (TILE_TOKENS * INDEX) + row % TILE_TOKENS * TILE_BYTES
     pair = tl.arange(0, ROPE // 2)[None, :]
     byte = FIRST + pair if NEOX else FIRST + 2 * pair
     place = tile + byte // TILE_BYTES * (TILE_TOKENS * TILE_BYTES) + byte % TILE_BYTES
     if NEOX:
         # The second half lies whole tiles behind the first.
-        store_row_tile(base, place, x1, None, ALIGN)
-        store_row_tile(base, place + ROPE // 2 * TILE_TOKENS, x2, None, ALIGN)
+        store_row_tile(base, place, x1, mask, ALIGN)
+        store_row_tile(base, place + ROPE // 2 * TILE_TOKENS, x2, mask, ALIGN)
     else:
-        tl.store(base + place, x1)
-        tl.store(base + place + 1, x2)
+        tl.store(base + place, x1, mask=mask)
+        tl.store(base + place + 1, x2, mask=mask)
 
 
 @triton.jit
-def store_index_row(
+def store_index_rows(
     x1,
     x2,
     y1,
     y2,
     slot,
+    live,
     cache_ptr,
     cache_stride_block,
     LAYOUT: tl.constexpr,
@@ -369,7 +370,7 @@ def store_index_row(
     SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """Quantise one prepared key (fp32 pair tiles: rotary dims, the rest) and write its row of the planar block."""
+    """Quantise prepared keys (fp32 pair tiles: rotary dims, the rest) and write the live ones; slot, live [ROWS, 1]."""
     c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN)
     c1, c2 = c1.to(tl.uint8, bitcast=True), c2.to(tl.uint8, bitcast=True)
     d1, d2 = d1.to(tl.uint8, bitcast=True), d2.to(tl.uint8, bitcast=True)
@@ -377,19 +378,20 @@ def store_index_row(
     block = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block
     row = slot % BLOCK_SIZE
     if LAYOUT == "tiled16":
-        store_tiled_pairs(bytes_ptr + block, row, 0, c1, c2, NEOX, CACHE_ALIGN)
-        store_tiled_pairs(bytes_ptr + block, row, ROPE, d1, d2, NEOX, CACHE_ALIGN)
+        store_tiled_pairs(bytes_ptr + block, row, 0, c1, c2, live, NEOX, CACHE_ALIGN)
+        store_tiled_pairs(bytes_ptr + block, row, ROPE, d1, d2, live, NEOX, CACHE_ALIGN)
     else:
-        values = block + row * INDEX + tl.arange(0, 1)[:, None]
-        store_pairs(bytes_ptr, values, c1, c2, None, NEOX, CACHE_ALIGN)
-        store_pairs(bytes_ptr, values + ROPE, d1, d2, None, NEOX, CACHE_ALIGN)
+        values = block + row * INDEX
+        store_pairs(bytes_ptr, values, c1, c2, live, NEOX, CACHE_ALIGN)
+        store_pairs(bytes_ptr, values + ROPE, d1, d2, live, NEOX, CACHE_ALIGN)
     scale_ptr = (bytes_ptr + block + BLOCK_SIZE * KEY_SCALE_BYTES).to(tl.pointer_type(tl.float32))
-    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+    tl.store(scale_ptr + row, scale[:, None], mask=live)
 
 
 @triton.jit
 def index_k(
     token,
+    tokens,
     k_ptr,
     k_stride,
     norm_weight_ptr,
@@ -415,32 +417,33 @@ def index_k(
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """One row of the indexer cache: layer norm, rotate, quantise."""
+    """Rows of the indexer cache for tokens [ROWS, 1]: layer norm, rotate, quantise."""
+    here = token < tokens
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    rows = token * k_stride + tl.arange(0, 1)[:, None]
-    k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
-    k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN)
+    rows = token * k_stride
+    k1, k2 = load_pairs(k_ptr, rows, here, NEOX, ALIGN)
+    k3, k4 = load_pairs(k_ptr, rows + ROPE, here, NEOX, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN)
     x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, norm_weight_ptr, norm_bias_ptr, eps, NEOX)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     y1, y2 = round_pairs(y1, y2, k1.dtype, ROUND)
     x1, x2 = rotate(x1, x2, cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
-    if live:
-        store_index_row(
-            x1,
-            x2,
-            y1,
-            y2,
-            slot,
-            cache_ptr,
-            cache_stride_block,
-            LAYOUT,
-            BLOCK_SIZE,
-            NEOX,
-            UE8M0,
-            FP8,
-            FP8_MAX,
-            SIGNED_NAN,
-            CACHE_ALIGN,
-        )
+    store_index_rows(
+        x1,
+        x2,
+        y1,
+        y2,
+        slot,
+        live,
+        cache_ptr,
+        cache_stride_block,
+        LAYOUT,
+        BLOCK_SIZE,
+        NEOX,
+        UE8M0,
+        FP8,
+        FP8_MAX,
+        SIGNED_NAN,
+        CACHE_ALIGN,
+    )

@@ -74,9 +74,9 @@ def store_pairs(base, row_offsets, x1, x2, mask, NEOX: tl.constexpr, ALIGN: tl.c
 
 
 @triton.jit
-def load_angles(table_ptr, table_stride, max_position, positions_ptr, token, ALIGN: tl.constexpr):
-    """cos and sin [1, 32] fp32 of a token; its position is clamped into the table."""
-    position = tl.load(positions_ptr + token).to(tl.int64)
+def load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN: tl.constexpr):
+    """cos and sin [ROWS, 32] fp32 of a token or of tokens [ROWS, 1]; positions are clamped into the table."""
+    position = tl.load(positions_ptr + token, mask=here).to(tl.int64)
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)
     columns = position * table_stride + tl.arange(0, HALF)[None, :]
     cos = load_row_tile(table_ptr, columns, None, ALIGN)
@@ -160,7 +160,7 @@ def quantise_rows(
 
 @triton.jit
 def load_slot(slots_ptr, slot_count, token, capacity):
-    """(slot, live): live is False for a token without a slot, a negative slot, and one beyond the cache."""
+    """(slot, live) of a token or of tokens [ROWS, 1]: not live without a slot, and with one outside the cache."""
     slot = tl.load(slots_ptr + token, mask=token < slot_count, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < capacity)
     # A cache has fewer than 2**31 slots, and 32-bit division is several times cheaper than 64-bit.

@@ -73,6 +73,12 @@ class Config:
     norm_q: NormQ | None = None
 
     @property
+    def families(self) -> frozenset[str]:
+        """Which of DSAFUSE_OPS the call belongs to: the families that its roles serve."""
+        indexer = {"indexer"} if self.index_q or self.index_k else set()
+        return frozenset({"mla"} | indexer if self.latent_q or self.latent_kv else indexer)
+
+    @property
     def fp8_formats(self) -> frozenset[torch.dtype]:
         """The fp8 formats that the call writes."""
         used = {self.latent_q.query} & FP8_FORMATS.keys() if self.latent_q else set()

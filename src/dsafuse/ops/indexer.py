@@ -39,7 +39,6 @@ def _resolve(a: Arguments) -> Config:
     resolve=_resolve,
     outputs=index_shapes,
     output_names=("q_out", "weights_out"),
-    families=frozenset({"indexer"}),
 )
 def indexer_qk_rope_quant_and_cache(
     q: torch.Tensor,

@@ -34,7 +34,6 @@ def _resolve(a: Arguments) -> Config:
     outputs=query_shapes,
     output_names=("q_out",),
     derived=("q_dtype",),
-    families=frozenset({"mla"}),
 )
 def fused_qk_rope_concat_and_cache_mla(
     q_nope: torch.Tensor,

@@ -73,7 +73,6 @@ def _resolve_qk(a: Arguments) -> Config:
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=("kv_cache", "index_kv_cache"),
     derived=("q_dtype",),
-    families=frozenset({"mla", "indexer"}),
     index_prefix=INDEX,
 )
 def prepare_qk(
@@ -199,7 +198,6 @@ def _resolve_latents(a: Arguments) -> Config:
     outputs=_latents_shapes,
     output_names=("q_c_out",),
     mutates=("kv_cache", "index_kv_cache", "topk_indices", "kv_c_out", "k_pe_out"),
-    families=frozenset({"mla", "indexer"}),
     index_prefix=INDEX,
 )
 def prepare_latents(
@@ -329,7 +327,6 @@ def _resolve_queries(a: Arguments) -> Config:
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=(),
     derived=("q_dtype",),
-    families=frozenset({"mla", "indexer"}),
     index_prefix=INDEX,
 )
 def prepare_queries(
