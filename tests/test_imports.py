@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "split": ({"torch_steps"} | BASE, {"torch"}),
     "kernels": ({"kernels"} | BASE, {"torch", "triton", "numpy"}),
     "__init__": ({"ops"}, set()),
-    "check": ({"check", "__init__"} | BASE, {"torch", "triton"}),
+    "check": ({"check", "split", "torch_steps", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
     "vllm": ({"vllm", "__init__"} | BASE, {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"}),
     "cli": ({"cli", "check", "vllm", "__init__"} | BASE, {"torch", "typer", "rich", "click"}),
     "__main__": ({"cli"}, {"typer"}),
