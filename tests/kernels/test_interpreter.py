@@ -165,16 +165,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counter
 
 
-ROWS = {"mla": 1, "indexer": 1, "qk": 2, "latents": 3, "queries": 0}
-"""Programs of a token that are not blocks of heads: key rows and norms."""
+PARTS = {"mla": 1 + 2, "indexer": 2, "qk": 1 + 4, "latents": 2, "queries": 4}
+"""Programs of a token with 17 heads of each family: latent rows, and two blocks of heads for each query role."""
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_an_op_is_one_launch(op: str, tokens: int, counted: Counted) -> None:
-    families = {"mla": 1, "indexer": 1, "qk": 2, "latents": 0, "queries": 2}[op]
     run(op, "interpreter", call_of(op, tokens, 17))
-    assert counted.grids == [(tokens * (ROWS[op] + 2 * families),)]
+    groups = -(-tokens // 4)  # four indexer keys share a program
+    grid = tokens * PARTS[op] if op in ("mla", "queries") else groups * (1 + 4 * PARTS[op])
+    assert counted.grids == [(grid,)]
 
 
 @pytest.mark.parametrize("op", EVERY_OP)

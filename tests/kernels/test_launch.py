@@ -109,12 +109,14 @@ def test_every_kernel_argument_is_bound_under_its_own_name(op: str, monkeypatch:
         }
         assert {name: bound[name] for name in counts} == counts
         checked |= counts.keys()
+    assert bound["tokens"] == len(arguments["positions"])
+    checked.add("tokens")
     assert all(name.isupper() for name in parameters.keys() - checked)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("heads", [1, 3, 7, 8, 9, 16, 96, 128, 256])
-def test_the_grid_has_one_program_for_each_key_and_each_block_of_heads(
+def test_the_grid_has_a_program_for_the_keys_and_for_each_block_of_heads(
     op: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid, bound, _, _ = recorded(op, call_of(op, 2, heads), gpu="sm_90", monkeypatch=monkeypatch)
@@ -122,7 +124,9 @@ def test_the_grid_has_one_program_for_each_key_and_each_block_of_heads(
     block = bound[f"{prefix}BLOCK_HEADS"]
     assert bound[f"{prefix}HEADS"] == heads
     assert block & (block - 1) == 0
-    assert grid == (2 * (1 + -(-heads // block)),)
+    blocks = -(-heads // block)
+    # A latent row has a program of its own; four indexer keys share one, and their tokens' programs follow it.
+    assert grid == (2 * (1 + blocks) if op == "mla" else 1 + 4 * blocks,)
     assert block < 2 * heads
 
 

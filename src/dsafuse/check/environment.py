@@ -76,7 +76,9 @@ def checkout() -> tuple[str | None, bool | None]:
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or not shutil.which("git"):
         return None, None
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD") or None
+    commit = _output("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD^{commit}") or None
+    if commit is None:
+        return None, None
     return commit, _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") == ""
 
 

@@ -1,6 +1,8 @@
 """How far a result behind a norm may be from the oracle's: the order of a sum is free, and torch's is not a kernel's.
 
 * An element of 16 or 8 bits may differ by one code, -0 and +0 being one, and at most NORM_ELEMENT_RATE of a set may.
+* Where rotation cancels, one such step of a rounded value before it is many codes of the small value behind it: a
+  rotated element may instead differ by one activation step at its pair's magnitude, which rotation keeps.
 * A scale that follows from a row or a tile may differ where its amax does: at most NORM_ROW_RATE of a set; such rows
   are compared dequantised. An fp32 scale may move by SCALE_ULPS without being counted.
 * An element of 32 bits may differ by NORM_ULPS representable values.
@@ -23,7 +25,7 @@ from dsafuse.check.cases import DTYPES, Case
 from dsafuse.check.compare import Arm, Comparison, ordered
 from dsafuse.check.inputs import Inputs
 from dsafuse.check.reference import field_rows
-from dsafuse.layouts import LATENT_TILE
+from dsafuse.layouts import LATENT_TILE, ROPE_DIM
 
 SCALE_ULPS = 4
 """How far an fp32 key scale may move by the order of a sum alone."""
@@ -134,23 +136,38 @@ def _compare_scaled(
     result.norm_rows += len(moved)
     result.norm_elements_off += int((distance[~moved] > 0).sum())
     result.norm_rows_off += int(moved.sum())
-    kept = distance[~moved]
+    far = (distance > 1) & ~moved[:, None]
+    if name == "key":
+        far &= ~_cancelled(case, *(c.view(codes[0].dtype).float() for c in (a, b)))
+    kept = distance.masked_fill(~far & (distance > 1), 1)[~moved]
     if kept.numel():
         result.code_distance = max(result.code_distance, int(kept.max()))
-    if bool((kept > 1).any()):
-        group, column = (int(i) for i in ((distance > 1) & ~moved[:, None]).nonzero()[0])
+    if bool(far.any()):
+        group, column = (int(i) for i in far.nonzero()[0])
         values = [float(c[group, column].view(codes[0].dtype)) for c in (a, b)]
         result.notes.append(
             f"{cache.name}.{name} of slot {int(slots[group // groups])}, "
             f"element {group % groups * LATENT_TILE + column}: {values[0]:g}, expected {values[1]:g}"
         )
-        result.mismatching_bytes += int((kept > 1).sum())
+        result.mismatching_bytes += int(far.sum())
     if bool(moved.any()):
         # Bytes are picked, not fp8 elements: not every torch can index those on a GPU.
         picked = [c[moved].view(codes[0].dtype).double() for c in (a, b)]
         where = slots.repeat_interleave(groups)[moved]
         _compare_dequantised(f"{cache.name}.{name}", where, picked, [s.reshape(-1, 1)[moved] for s in scales], result)
     _make_equal(case, cache, slots, got, expected, (name, "scale"))
+
+
+def _cancelled(case: Case, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Where keys [rows, 128] differ by no more than one activation step at the magnitude of the rotated pair."""
+    rotated = theirs[:, :ROPE_DIM]
+    pairs = rotated.unflatten(1, (2, -1) if case.index_rope_style == "neox" else (-1, 2))
+    axis = 1 if case.index_rope_style == "neox" else 2
+    magnitude = torch.linalg.vector_norm(pairs, dim=axis, keepdim=True).expand_as(pairs).flatten(1)
+    step = torch.finfo(DTYPES[case.activation] if case.rounding == "split" else torch.float32).eps * magnitude
+    near = torch.zeros_like(theirs, dtype=torch.bool)
+    near[:, :ROPE_DIM] = (mine[:, :ROPE_DIM] - rotated).abs() <= step
+    return near
 
 
 def _compare_dequantised(
