@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -283,3 +287,47 @@ def test_with_provider_heeds_no_switch() -> None:
     with switches.override(mode="off", ops=frozenset(), provider="split"):
         got = run("mla", "interpreter", call)
     assert_same_memory(got, run("mla", "oracle", call))
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_an_op_is_pickled_and_copied_as_itself(op: str) -> None:
+    whole = EVERY_OP[op]
+    assert pickle.loads(pickle.dumps(whole)) is whole
+    assert copy.deepcopy(whole) is whole
+
+
+def test_compiled_code_refuses_a_gradient_that_eager_code_refuses() -> None:
+    call = mla_call(2)
+    call["q_nope"] = call["q_nope"].clone().requires_grad_()
+    compiled = torch.compile(lambda **k: EVERY_OP["mla"](**k), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="q_nope: got a tensor that requires grad"):
+        compiled(**call)
+
+
+def test_compiled_code_refuses_a_query_of_another_dtype_than_asked_for() -> None:
+    call = mla_call(2) | {"q_out": torch.zeros(2, 3, 576, dtype=torch.bfloat16), "q_dtype": torch.float8_e4m3fn}
+    compiled = torch.compile(lambda **k: EVERY_OP["mla"](**k), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"q_out: got torch.bfloat16, expected torch.float8_e4m3fn"):
+        compiled(**call)
+
+
+def test_threads_override_switches_each_for_itself() -> None:
+    before = switches.current()
+    barrier = threading.Barrier(2)
+
+    def provider(name: str) -> str | None:
+        with switches.override(provider=name):
+            barrier.wait()
+            return switches.current().provider
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(provider, ("split", "interpreter"))) == ["split", "interpreter"]
+    assert switches.current() == before
+
+
+def test_threads_may_interpret_side_by_side() -> None:
+    call = mla_call(2)
+    want = run("mla", "split", call)
+    with ThreadPoolExecutor(3) as pool:
+        for got in pool.map(lambda _: run("mla", "interpreter", call), range(6)):
+            assert_same_memory(got, want)

@@ -151,7 +151,9 @@ def test_on_cpu_a_position_outside_the_table_is_an_index_error_where_its_row_is_
 ) -> None:
     call = call_of(op, 3, slot_mapping=slots(4, 9, 2), positions=slots(0, position, 1))
     mine = twin(call)
-    with pytest.raises(IndexError, match=rf"positions\[1\]: got {position}, expected a row of the table of 37"):
+    with pytest.raises(
+        IndexError, match=rf"positions\[1\]: got {position}, expected a row of cos_sin_cache, which has 37"
+    ):
         OPS[op].with_provider(provider)(**mine)
     assert_same_memory(mine, call)
 

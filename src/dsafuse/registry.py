@@ -87,19 +87,24 @@ class Op(Generic[P, R]):
         key = None
         if isinstance(first, torch.Tensor) and first.is_cuda:
             absent = tuple([tensor is None for tensor in given])
-            key = (first.shape[0], absent, self._values_of(arguments), switches.current())
+            values = self._values_of(arguments)
+            key = (first.shape[:1], absent, values, switches.current(), torch.is_grad_enabled())
             if self._known.launch(key, tensors, arguments):
                 return self._result(arguments)
         config = self._resolve(arguments)
         module = self._provider(config, arguments[self._names[0]].device)
         module.run(self.name, arguments, config)
-        if key is not None and hasattr(module, "again"):
+        # 0.0 and -0.0 are one key, and not one number.
+        if key is not None and hasattr(module, "again") and 0.0 not in values:
             made = [
                 name for name in self.output_names if arguments[name] is not None and not _holds(given, arguments[name])
             ]
             allocate = self._allocate if made else None
             self._known.remember(key, tensors, module.again(self.name, arguments, config, allocate))
         return self._result(arguments)
+
+    def __reduce__(self) -> str:
+        return self.name  # pickled and copied as the one object of that name
 
     def resolve(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Arguments, OpConfig]:
         """The checked arguments, outputs allocated, and the static config that gates look at."""
@@ -155,6 +160,14 @@ class Op(Generic[P, R]):
                 arguments[name] = first.new_empty(shape, dtype=dtype)
 
     def _trace(self, arguments: Arguments) -> R:
+        """Call the out-form; what only the Python function knows is checked here, the rest when it runs."""
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name}: got a tensor that requires grad, expected none (the ops have no backward)")
+        if any(arguments[name] is not None for name in self._derived):
+            for name, (_, dtype) in self._outputs(arguments).items():
+                if arguments[name] is not None and arguments[name].dtype != dtype:
+                    raise TypeError(f"{name}: got {arguments[name].dtype}, expected {dtype}")
         self._allocate(arguments)
         out = {name: value for name, value in arguments.items() if name not in self._derived}
         getattr(torch.ops.dsafuse, self.name)(**out)

@@ -50,8 +50,8 @@ def run(op: str, arguments: Arguments, config: Config, steps: ModuleType | None 
     index = Named(arguments, OPS[op].index_prefix)
     for named, role in ((Named(arguments), config.latent_kv), (index, config.index_k)):
         if role is not None:
-            rows = named["cos_sin_cache"].shape[0]
-            roles.check_addresses(named["kv_cache"], named["slot_mapping"], positions, rows)
+            table = named["cos_sin_cache"]
+            roles.check_addresses(named["kv_cache"], named["slot_mapping"], positions, table, named.prefix)
     steps = steps or steps_for(positions.device)
     if config.norm_q is not None:
         _norm_q(arguments, steps)

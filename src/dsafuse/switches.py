@@ -3,7 +3,7 @@
 | variable | values | meaning |
 |---|---|---|
 | DSAFUSE_MODE | auto (default), off, strict | strict raises the trace where auto would fall back; off never fuses |
-| DSAFUSE_OPS | mla,indexer (default: both) | which of the two fusions may be used |
+| DSAFUSE_OPS | mla,indexer (default: both; empty: neither) | which of the two fusions may be used |
 | DSAFUSE_PROVIDER | triton, interpreter, split | use this provider and no other |
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,24 +52,27 @@ def _expect(variable: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{variable}: got {value!r}, expected one of {', '.join(choices)}")
 
 
-_current: Switches | None = None
+_process: Switches | None = None
+_OVERRIDE: ContextVar[Switches | None] = ContextVar("overriding switches", default=None)
 
 
 def current() -> Switches:
-    """The switches of this process, read from the environment at first use."""
-    global _current
-    if _current is None:
-        _current = Switches.from_environment()
-    return _current
+    """The switches in force: those of an `override` around the call, else those of the environment at first use."""
+    global _process
+    overriding = _OVERRIDE.get()
+    if overriding is not None:
+        return overriding
+    if _process is None:
+        _process = Switches.from_environment()
+    return _process
 
 
 @contextmanager
 def override(**changes: Any) -> Iterator[Switches]:
-    """Change switches for the length of a block, as `override(provider="interpreter")`."""
-    global _current
-    before = current()
-    _current = replace(before, **changes)
+    """Change switches for the length of a block, in this thread alone, as `override(provider="interpreter")`."""
+    switches = replace(current(), **changes)
+    token = _OVERRIDE.set(switches)
     try:
-        yield _current
+        yield switches
     finally:
-        _current = before
+        _OVERRIDE.reset(token)

@@ -227,3 +227,50 @@ def test_a_known_launch_takes_each_address_from_its_own_argument_though_once_two
         values = dict(zip(names, handed[0][-len(names) :], strict=True))
         for name in ("slots", "table", "index_slots", "index_table"):
             assert values[f"{name}_ptr"] == other[NAMES[name]].data_ptr(), name
+
+
+def test_a_known_call_of_no_tokens_still_makes_its_outputs(again: Any) -> None:
+    launch_again_of, handed = again
+    call = mla_call(0) | {"q_out": None}
+    arguments, config = EVERY_OP["mla"].resolve(**call)
+    known = dict(call, q_dtype=None)
+    assert launch_again_of(EVERY_OP["mla"].name, arguments, config, EVERY_OP["mla"]._allocate)(known)
+    assert known["q_out"].shape == arguments["q_out"].shape
+    assert not handed
+
+
+def test_outputs_that_interleave_with_an_input_must_do_so_as_they_did(again: Any) -> None:
+    launch_again_of, handed = again
+    call = mla_call(3)
+    buffer = torch.zeros(3, call["q_nope"].shape[1], 2048, dtype=torch.bfloat16)
+    apart = call | {"q_nope": buffer[..., :512], "q_out": buffer[..., 1024:1600]}
+    arguments, config = EVERY_OP["mla"].resolve(**apart)
+    launch_again = launch_again_of(EVERY_OP["mla"].name, arguments, config, None)
+    elsewhere = buffer.clone()
+    same = arguments | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 1024:1600]}
+    assert launch_again(same)
+    assert not launch_again(arguments | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 256:832]})
+    assert len(handed) == 1
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, so that calls are remembered."""
+
+    is_cuda = True
+
+
+def test_a_first_argument_without_axes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = mla_call(2)
+    with pytest.raises(ValueError, match=r"^q_nope: got shape"):
+        EVERY_OP["mla"](**call | {"q_nope": torch.zeros((), dtype=torch.bfloat16).as_subclass(OnGpu)})
+
+
+def test_a_call_known_without_gradients_is_checked_again_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    again_of = SimpleNamespace(run=lambda *_: None, again=lambda *_: lambda _: True)
+    monkeypatch.setattr(EVERY_OP["mla"], "_provider", lambda *_: again_of)
+    call = mla_call(2)
+    call["q_nope"] = call["q_nope"].as_subclass(OnGpu).requires_grad_()
+    with torch.no_grad():
+        EVERY_OP["mla"](**call)
+    with pytest.raises(ValueError, match=r"^q_nope: got a tensor that requires grad"):
+        EVERY_OP["mla"](**call)

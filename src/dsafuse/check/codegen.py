@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dsafuse.check import assembly
+from dsafuse.check.cases import ROLES
 from dsafuse.dispatch import PROVIDERS
 from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
 from dsafuse.models import MODELS
@@ -115,7 +116,7 @@ def kernels(targets: Iterable[str] = TARGETS, ops: Iterable[str] | None = None) 
     """Everything there is to compile; a variant that an op does not know differs in nothing and is left out."""
     found = []
     for target in targets:
-        for name in ops or OPS:
+        for name in ops or ROLES:
             for variant in VARIANTS.values():
                 if Target.named(target).vendor in variant.vendors and _concerns(variant, name):
                     found += [Kernel(target, name, variant.name, heads) for heads in HEADS]

@@ -12,10 +12,16 @@ import triton
 
 from dsafuse.check.codegen import Report
 
-_KEY = ("target", "op", "variant", "kernel", "heads", "index_heads")
+_WORDS = ("target", "op", "variant", "kernel")
+_KEY = (*_WORDS, "heads", "index_heads")
 _NEVER = ("spills", "scalar_spills", "fused_multiply_adds")
 _AT_LEAST = ("load_bytes_16", "store_bytes_8", "fp8_conversions")
 _AT_MOST = ("registers", "scalar_registers", "shared_bytes", "instructions")
+_DOCUMENT: dict[str, tuple[tuple[type, ...], str]] = {
+    "triton": ((str,), "a version"),
+    "slack": ((int, float), "a number"),
+    "kernel": ((list,), "an array of tables"),
+}
 
 _HEAD = """\
 # What `dsafuse codegen` must find again, written by `dsafuse codegen --record`; docs/codegen.md explains the columns.
@@ -36,9 +42,23 @@ class Floors:
 
     @staticmethod
     def read(path: Path) -> Floors:
-        """The floors of a file that `write` has written."""
-        document = tomllib.loads(path.read_text())
-        kernels = {tuple(entry.pop(key) for key in _KEY): entry for entry in document["kernel"]}
+        """The floors of a file that `write` has written. Raises ValueError for a file that it can't have."""
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        for name, (kind, what) in _DOCUMENT.items():
+            if type(document.get(name)) not in kind:
+                raise ValueError(f"{path}: got {name}={document.get(name)!r:.60}, expected {what}")
+        if not document["slack"] > 0:
+            raise ValueError(f"{path}: got slack={document['slack']}, expected more than 0")
+        kernels: dict[tuple[Any, ...], dict[str, int]] = {}
+        for number, entry in enumerate(document["kernel"], 1):
+            where = f"{path}, kernel {number}"
+            key, floors = _entry(where, entry)
+            if key in kernels:
+                raise ValueError(f"{where}: is there twice")
+            kernels[key] = floors
         return Floors(document["triton"], document["slack"], kernels)
 
     def misses(self, report: Report) -> list[str]:
@@ -68,7 +88,23 @@ def write(reports: Iterable[Report], path: Path, slack: float = 1.05) -> None:
             f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}" for name, value in entry.items()
         )
         lines.append(f"  {{ {', '.join(cells)} }},")
-    path.write_text("\n".join([*lines, "]\n"]))
+    path.write_text("\n".join([*lines, "]\n"]), encoding="utf-8")
+
+
+def _entry(where: str, entry: Any) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """One kernel of a file: which it is, and its floors and ceilings. Ceilings may be absent."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: got {entry!r:.60}, expected a table")
+    known = (*_KEY, *_AT_LEAST, *_AT_MOST)
+    if unknown := sorted(set(entry) - set(known)):
+        raise ValueError(f"{where}: got {', '.join(unknown)}, expected some of {', '.join(known)}")
+    if absent := [name for name in (*_KEY, *_AT_LEAST) if name not in entry]:
+        raise ValueError(f"{where}: got no {', '.join(absent)}")
+    for name, value in entry.items():
+        kind = str if name in _WORDS else int
+        if type(value) is not kind:
+            raise ValueError(f"{where}: got {name}={value!r:.60}, expected {kind.__name__}")
+    return tuple(entry[name] for name in _KEY), {name: entry[name] for name in known if name in entry.keys() - _KEY}
 
 
 def _key(report: Report) -> tuple[Any, ...]:

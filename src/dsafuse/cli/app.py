@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from dsafuse import switches
 from dsafuse.cli import bench, codegen, demo, env, explain, verify
-from dsafuse.cli.output import refuse
+from dsafuse.cli.output import complain, discard, refuse, why
 
 # Typer carries a copy of click since 0.24 or so, and imports it before; the public BadParameter leads to either.
 _ClickException: type[Exception] = next(
@@ -26,7 +26,11 @@ class OneLineErrors(TyperGroup):
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except _ClickException as error:
-            typer.echo(" ".join(error.format_message().split()), err=True)  # type: ignore[attr-defined]
+            complain(error.format_message())  # type: ignore[attr-defined]
+            sys.exit(2)
+        except OSError as error:  # standard output on a full disk; commands name the files that they open themselves
+            discard(sys.stdout)
+            complain(f"{error.filename or 'standard output'}: {why(error)}")
             sys.exit(2)
         except typer.Abort:
             sys.exit(130)

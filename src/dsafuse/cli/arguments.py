@@ -7,20 +7,24 @@ from typing import Annotated
 import torch
 import typer
 
-import dsafuse
+from dsafuse.check.cases import ROLES
 from dsafuse.cli.output import refuse
-from dsafuse.registry import OPS
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them by default.")]
 
-assert dsafuse.__version__  # importing the package is what fills OPS
+MAX_DIGITS = 18
 
 
-def op_names(names: list[str] | None) -> list[str]:
-    """The ops meant."""
+def op_names(names: list[str] | None = None) -> list[str]:
+    """The ops meant, each once, in the order of ROLES, in which every command has them."""
     for name in names or []:
-        one_of("OP", name, OPS)
-    return list(names or OPS)
+        one_of("OP", name, ROLES)
+    return [name for name in ROLES if not names or name in names]
+
+
+def op_order(name: str) -> int:
+    """The place of an op in that order; behind all others, where a recorded run has an op of another version."""
+    return list(ROLES).index(name) if name in ROLES else len(ROLES)
 
 
 def one_of(what: str, value: str, choices: object) -> str:
@@ -36,22 +40,29 @@ def device_named(name: str | None) -> torch.device:
     here = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if here else "cpu")
-    kind, _, index = name.partition(":")
+    kind, colon, text = name.partition(":")
     one_of("--device", kind, ("cpu", "cuda"))
-    if index and not index.isdecimal():
+    index = natural(text) if colon else 0
+    if index is None or (kind == "cpu" and index > 0):
         refuse(f"--device: got {name!r}, expected cpu, cuda or cuda:INDEX")
     if kind == "cuda" and not here:
         refuse(f"--device: got {name!r}, but torch {torch.__version__} sees no GPU on this machine")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    if kind == "cuda" and index >= torch.cuda.device_count():
         refuse(f"--device: got {name!r}, but there are {torch.cuda.device_count()} GPUs")
-    return torch.device(name)
+    return torch.device(kind, index) if colon else torch.device(kind)
+
+
+def natural(text: str) -> int | None:
+    """The number that ASCII digits write, not so many that torch or Python would balk; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
 def counts(what: str, text: str, low: int, high: int) -> list[int]:
     """A comma-separated list of integers from low to high."""
     values = []
     for part in text.split(","):
-        if not part.strip().isdecimal() or not low <= int(part) <= high:
+        value = natural(part.strip())
+        if value is None or not low <= value <= high:
             refuse(f"{what}: got {part!r}, expected integers from {low} to {high}, separated by commas")
-        values.append(int(part))
+        values.append(value)
     return values

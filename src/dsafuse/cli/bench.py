@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +18,12 @@ from dsafuse.check.records import Row, Run, Unproven, origin
 from dsafuse.check.targets import Target, not_measured, read_targets
 from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
-from dsafuse.cli import output
-from dsafuse.cli.arguments import Ops, counts, one_of, op_names
+from dsafuse.cli import files, output
+from dsafuse.cli.arguments import Ops, counts, natural, one_of, op_names, op_order
 
 MAX_TOKENS = 65536
 MAX_HEADS = 256
+PICTURES = (".png", ".pdf", ".svg")
 DEFAULT_TOKENS = ",".join(map(str, TOKENS))
 DEFAULT_HEADS = ",".join(f"{heads}/{index_heads}" for heads, index_heads in HEADS)
 
@@ -47,19 +49,25 @@ def bench(
     asked = _arms(arms)
     if not 0 <= seed < 2**31:
         output.refuse(f"--seed: got {seed}, expected an integer from 0 to {2**31 - 1}")
-    targets = _targets(check)
+    targets = [] if check is None else files.read("--check", check, _read_targets)
     if plot is not None and (reason := plots.why_not()):
         output.refuse(f"--plot: {reason}")
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        output.refuse(f"--plot: got {plot}, expected a name that ends in one of {', '.join(PICTURES)}")
+    files.check_writable("--plot", plot)
+    files.check_writable("--out", out)
     states = [state for state, only in zip(L2_STATES, (cold, warm)) if only or cold == warm]
     if read is not None:
-        run = _read(read)
+        run = files.read("--read", read, _read_run)
     else:
         cases = [bench_case(name, t, pair) for name in names for pair in head_pairs for t in token_counts]
         run = _timed(cases, asked, states, seed, commit)
     if out is not None:
-        run.write(out)
+        with files.written("--out", out):
+            run.write(out)
     if plot is not None and run.rows:
-        plots.plot(run, plot)
+        with files.written("--plot", plot):
+            plots.plot(run, plot)
     missed = _show(run, targets, as_json=json, as_markdown=states if markdown else [])
     raise typer.Exit(1 if missed or run.unproven else 0)
 
@@ -125,27 +133,30 @@ def _arms(text: str | None) -> tuple[str, ...] | None:
     return tuple(one_of("--arms", part.strip(), arm_names()) for part in text.split(","))
 
 
-def _targets(path: Path | None) -> list[Target]:
-    if path is None:
-        return []
-    try:
-        return read_targets(path)
-    except (ValueError, OSError) as error:
-        output.refuse(f"--check: {error}")
+def _read_targets(path: Path) -> list[Target]:
+    targets = read_targets(path)
+    files.check_types(path, *targets)
+    return targets
 
 
-def _read(path: Path) -> Run:
-    try:
-        return Run.read(path)
-    except (ValueError, OSError) as error:
-        output.refuse(f"--read: {error}")
+def _read_run(path: Path) -> Run:
+    """A recorded run, its ops in the order in which they are shown, whatever it was when they were timed."""
+    run = Run.read(path)
+    files.check_types(path, run, *run.rows, *run.unproven)
+    if not all(value > 0 for value in (run.copy_gb_per_s, *(row.median_us for row in run.rows))):
+        raise ValueError(f"{path}: got a time or a bandwidth of 0 or less")
+    return replace(
+        run,
+        rows=tuple(sorted(run.rows, key=lambda row: op_order(row.op))),
+        unproven=tuple(sorted(run.unproven, key=lambda entry: op_order(entry.op))),
+    )
 
 
 def _head_pairs(text: str) -> list[tuple[int, int]]:
     pairs = []
     for part in text.split(","):
-        both = part.strip().split("/")
-        if len(both) != 2 or not all(n.isdecimal() and 1 <= int(n) <= MAX_HEADS for n in both):
+        both = [natural(count) or 0 for count in part.strip().split("/")]
+        if len(both) != 2 or not all(1 <= count <= MAX_HEADS for count in both):
             output.refuse(f"--heads: got {part!r}, expected pairs as 128/64, each from 1 to {MAX_HEADS}")
-        pairs.append((int(both[0]), int(both[1])))
+        pairs.append((both[0], both[1]))
     return pairs

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsafuse.check import codegen as logic
-from dsafuse.cli import output
+from dsafuse.cli import files, output
 from dsafuse.cli.arguments import one_of, op_names
 from dsafuse.target import Target
 
@@ -34,13 +34,12 @@ def codegen(
     """Compile every kernel at production shapes without a GPU; registers, spills, access widths, instructions."""
     targets = [one_of("--target", name, COMPILED) for name in target.split(",")]
     ops = op_names(op.split(",") if op is not None else None)
+    files.check_writable("--record", record)
     if importlib.util.find_spec("triton") is None:
         output.refuse("codegen needs triton, and it is not installed")
-    if check is not None and not check.is_file():
-        output.refuse(f"--check: got {check}, expected a file")
     from dsafuse.check.floors import Floors, write
 
-    floors = Floors.read(check) if check is not None else None
+    floors = files.read("--check", check, Floors.read) if check is not None else None
     wanted = logic.kernels(targets, ops)
     found: list[logic.Report] = []
     with output.progress() as bar:
@@ -49,7 +48,8 @@ def codegen(
             bar.update(task, description=f"codegen {kernel.target} {kernel.op}", advance=1)
             found += reports
     if record is not None:
-        write(found, record)
+        with files.written("--record", record):
+            write(found, record)
     misses = [(report, floors.misses(report)) for report in found] if floors is not None else []
     short = [f"{_name(report)}: {miss}" for report, sentences in misses for miss in sentences]
     if json:

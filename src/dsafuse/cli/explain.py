@@ -10,7 +10,7 @@ import typer
 
 from dsafuse import switches
 from dsafuse.cli import output
-from dsafuse.cli.arguments import one_of
+from dsafuse.cli.arguments import one_of, op_names
 from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
@@ -91,11 +91,12 @@ def configs(meaning: Meaning, shape: ModelShape, heads: int, fp8: torch.dtype, b
 
 def _decisions(meaning: Meaning, shape: ModelShape, heads: int, where: Target, block_size: int) -> list[Decision]:
     unwritten = _why_unwritten(meaning, block_size)
+    called = configs(meaning, shape, heads, _fp8(where), block_size)
     return [
         OPS[name].choose(config, where)
         if unwritten is None or config.index_k is None
         else Decision(name, where.arch, tuple(Rejected(provider, unwritten) for provider in PROVIDERS))
-        for name, config in configs(meaning, shape, heads, _fp8(where), block_size).items()
+        for name, config in ((name, called[name]) for name in op_names())
     ]
 
 

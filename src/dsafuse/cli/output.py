@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -67,5 +69,24 @@ def progress() -> Progress:
 
 def refuse(message: object) -> NoReturn:
     """One line on standard error, exit code 2: a value out of range, or something that is not there."""
-    typer.echo(" ".join(str(message).split()), err=True)
+    complain(message)
     raise typer.Exit(2)
+
+
+def complain(message: object) -> None:
+    """One line on standard error; nothing where that can't be written either, since nowhere is left to say so."""
+    try:
+        typer.echo(" ".join(str(message).split()), err=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def why(error: OSError) -> str:
+    """What the operating system says, without number and file name."""
+    return error.strerror or str(error)
+
+
+def discard(stream: IO[str] | None) -> None:
+    """Let what a stream that can't be written still holds go nowhere: Python would fail at it again when it exits."""
+    if stream is not None and stream in (sys.__stdout__, sys.__stderr__):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

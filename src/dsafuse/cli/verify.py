@@ -61,10 +61,16 @@ def verify(
 def _named(names: list[str], case: str, op: list[str] | None) -> list[Case]:
     if not op or len(names) != 1:
         output.refuse("--case: expected exactly one OP before it, since a case belongs to an op")
+    fields = [part.partition("=")[0] for part in case.split(",")]
+    for field in fields:
+        if fields.count(field) > 1:
+            output.refuse(f"--case: got {field!r} {fields.count(field)} times, expected every field once")
+    if not case.isascii():
+        output.refuse(f"--case: got {case!r}, expected ASCII")
     try:
         return [Case.named(names[0], case)]
     except ValueError as error:
-        output.refuse(f"--case: {error}")
+        output.refuse(f"--case: {str(error).removeprefix('case: ')}")
 
 
 def _run(selected: list[Case], providers: list[str] | None, seed: int, device: torch.device) -> list[checks.Result]:

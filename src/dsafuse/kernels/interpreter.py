@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from dsafuse.kernels import launch
 from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments
 from dsafuse.target import Target
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Triton's interpreter keeps its state, and its replacements, in modules: one launch at a time in a process."""
 
 _MODULES = ("tiles", "roles", "grids")
 
@@ -41,7 +45,7 @@ def why_not_here() -> str | None:
 
 def run(op: str, arguments: Arguments, config: Config) -> None:
     """Interpret the op's kernel, program after program."""
-    with corrected_casts(), patched_once(), np.errstate(all="ignore"), warnings.catch_warnings():
+    with _ONE_AT_A_TIME, corrected_casts(), patched_once(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # a row of NaN has no maximum, by design
         launch.launch(op, arguments, config, interpreted_kernels())
 

@@ -108,7 +108,7 @@ def again(
 
     positions = arguments["positions"]
     if not len(positions):
-        return lambda _: True
+        return lambda given: allocate is None or allocate(given) is None
     device, target = positions.device, Target.of(positions.device)
     # One tensor may be two arguments today and not tomorrow: aliases tell the kernel's places apart.
     own = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
@@ -160,10 +160,14 @@ class Addresses:
         self._low_bits = {name: value.data_ptr() % VECTOR_BYTES for name, value in tensors.items()}
         self._sizes = {name: span_bytes(value) for name, value in tensors.items() if value.numel()}
         self._outputs = [name for name in OPS[op].own_memory if name in self._sizes]
+        self._starts = {name: value.data_ptr() for name, value in tensors.items()}
         self._passed: list[int] = []
 
     def fit(self, pointers: list[int], given: Arguments) -> bool:
-        """Whether every address is aligned as it was, and no output lies over another tensor."""
+        """Whether every address is aligned as it was, and no output lies over another tensor.
+
+        Outputs that interleave with another tensor, as two columns of a buffer do, must do so as they did.
+        """
         if pointers == self._passed:
             return True
         addresses = {name: given[name].data_ptr() for name in self._low_bits if given[name] is not None}
@@ -172,7 +176,10 @@ class Addresses:
         for output in self._outputs:
             start, end = addresses[output], addresses[output] + self._sizes[output]
             for name, size in self._sizes.items():
-                if name != output and name in addresses and addresses[name] < end and start < addresses[name] + size:
+                if name == output or name not in addresses:
+                    continue
+                apart = addresses[name] >= end or start >= addresses[name] + size
+                if not apart and addresses[name] - start != self._starts[name] - self._starts[output]:
                     return False
         self._passed = pointers
         return True

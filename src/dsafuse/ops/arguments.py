@@ -6,7 +6,7 @@ A dtype or a kind of object that is wrong is a TypeError; a shape, stride, devic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -20,6 +20,9 @@ E = TypeVar("E", bound=StrEnum)
 INTEGER_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (*TABLE_DTYPES, torch.float64)
+
+MAX_WIDTH = 2**20
+"""Triton's largest tile."""
 
 MAX_SLOTS = 2**31 - 1
 """Kernels divide a slot by the block size in 32 bits; 2**31 tokens would be a cache of 276 GB or more."""
@@ -98,6 +101,19 @@ def expect_slots(name: str, value: Any, tokens: int) -> None:
         raise ValueError(f"{name}: got {slots.shape[0]} slots, expected at most tokens={tokens}")
 
 
+def expect_layout(name: str, value: Any, layouts: Iterable[str]) -> str:
+    """The name of one of `layouts`."""
+    if not isinstance(value, str) or value not in layouts:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(layouts)}")
+    return value
+
+
+def expect_width(name: str, width: int) -> None:
+    """A row that one program can hold."""
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"{name}: got {width} wide, expected 1 to {MAX_WIDTH}")
+
+
 def expect_rope_table(name: str, value: Any, rope_dim: int, tokens: int) -> None:
     """`[max_position, rope_dim]`, with at least one row to clamp positions into."""
     table = expect_tensor(name, value)
@@ -132,7 +148,7 @@ def expect_finite(name: str, value: Any) -> float:
 
 def expect_fp8_dtype(fp8_dtype: Any, tensors: dict[str, torch.dtype | None]) -> None:
     """A known format, and the format of every fp8 tensor of the call."""
-    if fp8_dtype not in FP8_FORMATS:
+    if not isinstance(fp8_dtype, torch.dtype) or fp8_dtype not in FP8_FORMATS:
         raise ValueError(f"fp8_dtype: got {fp8_dtype}, expected {' or '.join(map(str, FP8_FORMATS))}")
     for name, dtype in tensors.items():
         if dtype in FP8_FORMATS and dtype != fp8_dtype:
@@ -158,14 +174,15 @@ def expect_cache(argument: str, cache: torch.Tensor, layout: CacheLayout, activa
     if block_size > 1 and cache.stride(1) < need:
         raise ValueError(f"{name}: got row stride {cache.stride(1)}, expected at least {need}")
     if blocks > 1 and cache.stride(0) < (block_size - 1) * cache.stride(1) + need:
-        raise ValueError(f"{name}: got block stride {cache.stride(0)}, expected blocks that do not overlap")
+        raise ValueError(f"{name}: got block stride {cache.stride(0)}, expected blocks one behind the other")
     if byte_cache:
         _expect_alignment(name, cache, layout)
 
 
 def _expect_alignment(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
     align = layout.alignment_bytes
-    strides = (cache.stride(0),) if layout.planar else cache.stride()[:2]
+    axes = 1 if layout.planar else 2
+    strides = [stride for size, stride in zip(cache.shape[:axes], cache.stride()) if size > 1]
     for what, value in (("address", cache.data_ptr()), *(("stride", stride) for stride in strides)):
         if value % align:
             raise ValueError(f"{name}: got {what} {value}, expected a multiple of {align} bytes")
@@ -185,24 +202,53 @@ def expect_output(name: str, value: Any, heads_at_least: int | None, **shape: in
     return tensor
 
 
-def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor | None]) -> None:
-    """No output shares a byte range with another tensor of the call."""
-    spans = {name: _byte_span(t) for name, t in {**others, **outputs}.items() if t is not None and t.numel()}
-    for name in outputs:
-        if name not in spans:
-            continue
-        start, end = spans[name]
-        for other, (low, high) in spans.items():
-            if other != name and low < end and start < high:
+def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """No output shares a byte with another tensor of the call; interleaved memory, as two columns of one, is fine."""
+    everything = {name: _Memory(tensor) for name, tensor in {**others, **outputs}.items() if tensor.numel()}
+    for name in outputs.keys() & everything.keys():
+        for other, memory in everything.items():
+            if other != name and everything[name].meets(memory):
                 raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
+
+
+class _Memory:
+    """The bytes of a tensor: a start, and axes (count, stride in bytes), the largest stride first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.start = tensor.data_ptr()
+        size = tensor.element_size()
+        axes = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride()) if n > 1 and stride]
+        self.axes: list[tuple[int, int]] = []
+        for n, stride in sorted([*axes, (size, 1)], key=lambda axis: -axis[1]):
+            # An axis whose steps lie end to end continues the one before it.
+            if self.axes and self.axes[-1][1] == n * stride:
+                self.axes[-1] = (self.axes[-1][0] * n, stride)
+            else:
+                self.axes.append((n, stride))
+
+    def meets(self, other: _Memory) -> bool:
+        """Whether the two share a byte, as far as equal outer strides let it be told; else whether spans cross."""
+        return _meet(self.axes, other.axes, other.start - self.start)
+
+
+def _extent(axes: list[tuple[int, int]]) -> int:
+    return 1 + sum((n - 1) * stride for n, stride in axes)
+
+
+def _meet(mine: list[tuple[int, int]], others: list[tuple[int, int]], distance: int) -> bool:
+    """Whether bytes at 0 along `mine` meet bytes at `distance` along `others`."""
+    if distance >= _extent(mine) or -distance >= _extent(others):
+        return False
+    if not mine or not others or mine[0][1] != others[0][1]:
+        return True
+    stride = mine[0][1]
+    if stride == 1 or max(_extent(mine[1:]), _extent(others[1:])) > stride:
+        return True
+    phase = distance % stride
+    return _meet(mine[1:], others[1:], phase) or _meet(mine[1:], others[1:], phase - stride)
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of a tensor that has some."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (reach + 1) * tensor.element_size()
-
-
-def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start, start + span_bytes(tensor)

@@ -102,7 +102,7 @@ def indexer_qk_rope_quant_and_cache(
     """
     assert q_out is not None
     assert weights_out is not None
-    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
+    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache)
     roles.index_q(
         q,
         weights,

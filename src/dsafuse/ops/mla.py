@@ -90,7 +90,7 @@ def fused_qk_rope_concat_and_cache_mla(
     Source: vllm-project/vllm#47757, ROCm/aiter `fused_qk_rope_concat_and_cache_mla`; `fp8_ds_mla`: FlashMLA.
     """
     assert q_out is not None
-    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
+    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache)
     roles.latent_q(
         q_nope, q_pe, positions, cos_sin_cache, q_out, rope_style=rope_style, q_scale=q_scale, rounding=rounding
     )

@@ -21,6 +21,7 @@ from dsafuse.ops.arguments import (
     expect_dtype,
     expect_finite,
     expect_fp8_dtype,
+    expect_layout,
     expect_member,
     expect_output,
     expect_positions,
@@ -30,6 +31,7 @@ from dsafuse.ops.arguments import (
     expect_shape,
     expect_slots,
     expect_tensor,
+    expect_width,
 )
 from dsafuse.ops.config import IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.registry import Arguments, Shapes
@@ -72,6 +74,12 @@ class Named:
             raise ValueError(f"{self.name(key)}: got None, expected a finite number")
         self[key] = expect_finite(self.name(key), self[key])
 
+    def epsilon(self, key: str) -> None:
+        """A finite number called `key` that can be added to a variance."""
+        self.number(key)
+        if self[key] < 0:
+            raise ValueError(f"{self.name(key)}: got {self[key]}, expected no negative number")
+
     def rope_table(self, tokens: int) -> None:
         """The rope table of this family."""
         expect_rope_table(self.name("cos_sin_cache"), self["cos_sin_cache"], ROPE_DIM, tokens)
@@ -95,6 +103,7 @@ def latent_q(n: Named) -> LatentQ:
     """q_nope, q_pe, q_out, q_dtype and q_scale."""
     q_nope = n.tensor("q_nope", tokens=None, heads=None, latent=LATENT_DIM)
     tokens, heads = q_nope.shape[:2]
+    _expect_heads("q_nope", heads)
     n.tensor("q_pe", tokens=tokens, heads=heads, rope=ROPE_DIM)
     activation = activation_of(n.arguments, "q_nope", "q_pe")
     q_out, q_dtype = n["q_out"], n["q_dtype"]
@@ -105,7 +114,8 @@ def latent_q(n: Named) -> LatentQ:
         q_dtype = q_out.dtype
     q_dtype = activation if q_dtype is None else q_dtype
     if q_dtype != activation and q_dtype not in FP8_FORMATS:
-        raise TypeError(f"q_dtype: got {q_dtype}, expected {activation} or {' or '.join(map(str, FP8_FORMATS))}")
+        blamed = "q_dtype" if q_out is None else "q_out"
+        raise TypeError(f"{blamed}: got {q_dtype}, expected {activation} or {' or '.join(map(str, FP8_FORMATS))}")
     expect_fp8_dtype(n["fp8_dtype"], {"q_dtype": q_dtype})
     n["q_dtype"] = q_dtype
     n["q_scale"] = _scale(n, "q_scale", "an fp8 query" if q_dtype in FP8_FORMATS else None)
@@ -131,7 +141,7 @@ def latent_kv(n: Named, norm: bool = False) -> LatentKv:
     n["k_scale"] = _scale(n, "k_scale", "the fp8 layout" if layout == "fp8" else None)
     if norm:
         expect_dtype("kv_norm_weight", n.tensor("kv_norm_weight", latent=LATENT_DIM), FLOAT_DTYPES)
-        n.number("kv_norm_eps")
+        n.epsilon("kv_norm_eps")
         for name, width in (("kv_c_out", LATENT_DIM), ("k_pe_out", ROPE_DIM)):
             if n[name] is not None:
                 expect_output(name, n[name], None, tokens=tokens, width=width)
@@ -143,6 +153,7 @@ def index_q(n: Named) -> IndexQ:
     """q, weights, weights_scale and the two outputs of the indexer's query side."""
     q = n.tensor("q", tokens=None, heads=None, dim=INDEX_DIM)
     tokens, heads = q.shape[:2]
+    _expect_heads(n.name("q"), heads)
     expect_dtype(n.name("weights"), n.tensor("weights", tokens=tokens, heads=heads), FLOAT_DTYPES)
     activation_of(n.arguments, n.name("q"))
     n.number("weights_scale")
@@ -167,9 +178,8 @@ def index_k(n: Named) -> IndexK:
     expect_positions(k.shape[0], n["positions"])
     expect_slots(n.name("slot_mapping"), n["slot_mapping"], k.shape[0])
     n.rope_table(k.shape[0])
-    n.number("eps")
-    if n["kv_layout"] not in INDEXER_LAYOUTS:
-        raise ValueError(f"{n.name('kv_layout')}: got {n['kv_layout']!r}, expected one of {', '.join(INDEXER_LAYOUTS)}")
+    n.epsilon("eps")
+    expect_layout(n.name("kv_layout"), n["kv_layout"], INDEXER_LAYOUTS)
     kv_cache = expect_tensor(n.name("kv_cache"), n["kv_cache"])
     layout = INDEXER_LAYOUTS[n["kv_layout"]]
     expect_cache(n.name("kv_cache"), kv_cache, layout, activation)
@@ -184,13 +194,23 @@ def index_k(n: Named) -> IndexK:
     )
 
 
+def index_options(n: Named) -> None:
+    """The indexer's names and numbers that have defaults, on a layer without an indexer."""
+    n.member("rope_style", RopeStyle)
+    n.member("scale_rule", ScaleRule)
+    if n.name("kv_layout") in n.arguments:
+        expect_layout(n.name("kv_layout"), n["kv_layout"], INDEXER_LAYOUTS)
+        n.epsilon("eps")
+
+
 def norm_q(n: Named) -> NormQ:
     """q_c, its norm, and the top-k rows to clear."""
     q_c = n.tensor("q_c", tokens=None, width=None)
     tokens, width = q_c.shape
+    expect_width("q_c", width)
     activation = activation_of(n.arguments, "q_c")
     expect_dtype("q_norm_weight", n.tensor("q_norm_weight", width=width), FLOAT_DTYPES)
-    n.number("q_norm_eps")
+    n.epsilon("q_norm_eps")
     if n["q_c_out"] is not None:
         expect_dtype("q_c_out", expect_output("q_c_out", n["q_c_out"], None, tokens=tokens, width=width), (activation,))
     topk = n["topk_indices"]
@@ -200,14 +220,18 @@ def norm_q(n: Named) -> NormQ:
     expect_dtype("topk_indices", topk, (torch.int32,))
     if topk.shape[0] < tokens:
         raise ValueError(f"topk_indices: got {topk.shape[0]} rows, expected at least tokens={tokens}")
+    expect_width("topk_indices", topk.shape[1])
     return NormQ(width, topk.shape[1])
+
+
+def _expect_heads(name: str, heads: int) -> None:
+    if heads < 1:
+        raise ValueError(f"{name}: got {heads} heads, expected at least 1")
 
 
 def _mla_layout(kv_layout: str, kv_cache: torch.Tensor, activation: torch.dtype) -> str:
     """The name of the cache's layout; `auto` tells it from dtype and width."""
-    if kv_layout != "auto":
-        if kv_layout not in MLA_LAYOUTS:
-            raise ValueError(f"kv_layout: got {kv_layout!r}, expected auto or one of {', '.join(MLA_LAYOUTS)}")
+    if expect_layout("kv_layout", kv_layout, ("auto", *MLA_LAYOUTS)) != "auto":
         return kv_layout
     width = kv_cache.shape[-1] if kv_cache.dim() else 0
     if kv_cache.dtype == activation and width == QUERY_DIM:
@@ -223,8 +247,10 @@ def _mla_layout(kv_layout: str, kv_cache: torch.Tensor, activation: torch.dtype)
 
 
 def _scale(n: Named, key: str, purpose: str | None) -> torch.Tensor | None:
-    """The scale if something needs it; one that nothing needs is ignored."""
+    """The scale if something needs it; one that nothing needs is ignored, but has to be a tensor."""
     if purpose is None:
+        if n[key] is not None:
+            expect_tensor(key, n[key])
         return None
     scale: torch.Tensor | None = n[key]
     expect_scale(key, scale, purpose)
@@ -235,7 +261,10 @@ def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
     """What only the whole call shows: one device, that of `first`, and outputs with memory of their own."""
     tensors = {first: a[first]} | {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
     expect_same_device(dict(tensors))
-    given = {name: tensors[name] for name in outputs if name in tensors}
+    if a[first].device.type == "meta":
+        return  # no memory
+    caches = [name for name in tensors if name.endswith("kv_cache")]
+    given = {name: tensors[name] for name in (*outputs, *caches) if name in tensors}
     expect_disjoint(given, {name: tensor for name, tensor in tensors.items() if name not in given})
 
 

@@ -12,20 +12,23 @@ from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_TILE, MLA_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS, Fp8Format, RopeStyle, Rounding, ScaleRule
 
 
-def check_addresses(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor, table: int) -> None:
+def check_addresses(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, prefix: str = ""
+) -> None:
     """Raise IndexError for a slot beyond the cache, or a position beyond the table on a row that is written.
 
     Only on CPU: on a GPU looking would synchronise, and the row is skipped or the position clamped.
     """
     if positions.device.type != "cpu":
         return
-    capacity = kv_cache.shape[0] * kv_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
+    capacity, rows = kv_cache.shape[0] * kv_cache.shape[1], table.shape[0]
+    for token, (slot, position) in enumerate(zip(slot_mapping.tolist(), positions.tolist())):
         if slot >= capacity:
-            raise IndexError(f"slot_mapping[{token}]: got {slot}, expected less than the capacity {capacity}")
-        position = int(positions[token])
-        if slot >= 0 and not 0 <= position < table:
-            raise IndexError(f"positions[{token}]: got {position}, expected a row of the table of {table}")
+            raise IndexError(f"{prefix}slot_mapping[{token}]: got {slot}, expected less than the capacity {capacity}")
+        if slot >= 0 and not 0 <= position < rows:
+            raise IndexError(
+                f"positions[{token}]: got {position}, expected a row of {prefix}cos_sin_cache, which has {rows}"
+            )
 
 
 def rope_rows(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

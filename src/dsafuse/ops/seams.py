@@ -29,6 +29,8 @@ def _has_index(a: Arguments, first: str, names: tuple[str, ...], outputs: tuple[
     for name in outputs:
         if a[name] is not None and not present:
             raise ValueError(f"{name}: got a value, expected None without {first}")
+    if not present:
+        resolve.index_options(resolve.Named(a, INDEX))
     return present
 
 
@@ -37,6 +39,12 @@ def _given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     present = tuple(tensor for tensor in tensors if tensor is not None)
     assert len(present) == len(tensors)
     return present
+
+
+def _number(value: float | None) -> float:
+    """A number that `_has_index` has found present, as a type checker wants it."""
+    assert value is not None
+    return value
 
 
 def _qk_shapes(a: Arguments) -> Shapes:
@@ -129,12 +137,13 @@ def prepare_qk(
     Invariants: those of the two ops; the caches have slot mappings of their own, and neither guards the other.
     Errors: those of the two ops; ValueError if the indexer's arguments are given in part.
     """
-    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
+    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache)
     if index_q is not None:
         index_weights, index_k, index_kv_cache, index_slot_mapping, index_cos_sin_cache = _given(
             index_weights, index_k, index_kv_cache, index_slot_mapping, index_cos_sin_cache
         )
         index_norm_weight, index_norm_bias = _given(index_norm_weight, index_norm_bias)
+        roles.check_addresses(index_kv_cache, index_slot_mapping, positions, index_cos_sin_cache, "index_")
         index_q_out, index_weights_out = indexer_qk_rope_quant_and_cache.oracle(
             index_q,
             index_weights,
@@ -145,7 +154,7 @@ def prepare_qk(
             index_norm_bias,
             positions,
             index_cos_sin_cache,
-            weights_scale=index_weights_scale or 0.0,
+            weights_scale=_number(index_weights_scale),
             eps=index_eps,
             rope_style=index_rope_style,
             kv_layout=index_kv_layout,
@@ -266,12 +275,12 @@ def prepare_latents(
     Source: vLLM `fused_norm_rope` (vllm-project/vllm#46876).
     """
     assert q_c_out is not None
-    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache.shape[0])
+    roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache)
     if index_k is not None:
         index_kv_cache, index_slot_mapping, index_norm_weight, index_norm_bias, index_cos_sin_cache = _given(
             index_kv_cache, index_slot_mapping, index_norm_weight, index_norm_bias, index_cos_sin_cache
         )
-        roles.check_addresses(index_kv_cache, index_slot_mapping, positions, index_cos_sin_cache.shape[0])
+        roles.check_addresses(index_kv_cache, index_slot_mapping, positions, index_cos_sin_cache, "index_")
         roles.index_k(
             index_k,
             index_kv_cache,
@@ -384,7 +393,7 @@ def prepare_queries(
             index_cos_sin_cache,
             index_q_out,
             index_weights_out,
-            weights_scale=index_weights_scale or 0.0,
+            weights_scale=_number(index_weights_scale),
             rope_style=index_rope_style,
             scale_rule=index_scale_rule,
             rounding=rounding,
