@@ -1,0 +1,33 @@
+"""The README's figures are those of the recorded run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "benchmarks/results/h200-2026-11-29.json"
+
+
+def figure(us: float) -> str:
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def test_the_table_has_the_figures_of_the_recorded_run() -> None:
+    times = {
+        (row["op"], row["heads"], row["tokens"], row["arm"]): row["median_us"]
+        for row in json.loads(RUN.read_text())["rows"]
+        if row["l2"] == "cold"
+    }
+    readme = (ROOT / "README.md").read_text()
+    header = re.search(r"^\| op, H/HI \|(.*)\|$", readme, re.MULTILINE)
+    assert header is not None
+    tokens = [int(cell.split("=")[1].replace(",", "")) for cell in header[1].split("|")]
+    rows = re.findall(r"^\| `(\w+)`, (\d+/\d+) \|(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) == 10
+    for op, heads, cells in rows:
+        for count, cell in zip(tokens, cells.split("|"), strict=True):
+            fused, split = (times[op, heads, count, arm] for arm in ("fused", "split"))
+            assert cell.strip() == f"{figure(fused)} ({split / fused:.1f}x)", (op, heads, count)
+            assert fused < split
