@@ -1,22 +1,28 @@
 """Exit codes, one-line errors and JSON of every command."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
+import dsafuse
+from dsafuse.check import codegen, plot
 from dsafuse.check import verify as checks
 from dsafuse.check.cases import ROLES
 from dsafuse.check.records import Run
+from dsafuse.cli import files
 from dsafuse.cli.app import app
 from dsafuse.cli.engines import KV_CACHE_DTYPES, MEANINGS, meanings
 from dsafuse.cli.output import print_json
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.models import MODELS
+from dsafuse.registry import OPS
 from dsafuse.target import Target
 
 MLA = "fused_qk_rope_concat_and_cache_mla"
@@ -57,19 +63,31 @@ def test_without_a_command_it_prints_its_help():
         (["verify", "--provider", "cuda"], "triton, interpreter, split"),
         (["verify", "--device", "tpu"], "cpu, cuda"),
         (["verify", "--device", "cuda:99"], "cuda:99"),
+        (["verify", "--device", "cuda:"], "--device: got 'cuda:'"),
+        (["verify", "--device", "cpu:"], "--device: got 'cpu:'"),
+        (["verify", "--device", "cpu:1"], "--device: got 'cpu:1'"),
+        (["verify", "--device", "cpu:99999999999"], "--device: got 'cpu:99999999999'"),
+        (["verify", "--device", "cpu:٣"], "--device: got 'cpu:٣'"),
         (["verify", "--case", "tokens=1"], "exactly one OP"),
+        (["verify", MLA, "--case", ""], "--case: got field '', expected one of"),
+        (["verify", MLA, "--case", "tokens=1,tokens=2"], "--case: got 'tokens' 2 times"),
+        (["verify", MLA, "--case", "tokens=٣"], "--case: got 'tokens=٣'"),
         (["verify", MLA, "--case", "tokens=x"], "tokens=x"),
         (["verify", MLA, "--case", "weights=fp32"], "weights"),
         (["verify", MLA, "--case", "index=absent"], "index"),
         (["verify", "--nonsense"], "--nonsense"),
         (["bench", "--tokens", "0"], "--tokens: got '0'"),
         (["bench", "--tokens", "1,,2"], "separated by commas"),
+        (["bench", "--tokens", "٣"], "--tokens: got '٣'"),
+        (["bench", "--tokens", "1" * 5000], "--tokens: got '111"),
+        (["bench", "--heads", "٣/3"], "--heads: got '٣/3'"),
         (["bench", "--heads", "128"], "128/64"),
         (["bench", "--heads", "128/999"], "128/999"),
         (["bench", "no_such_op"], "no_such_op"),
         (["bench", "--arms", "fused,fastest"], "fastest"),
         (["bench", "--check", "/no/such/targets.toml"], "--check"),
         (["bench", "--read", "/no/such/run.json"], "--read"),
+        (["codegen", "--check", "/no/such/floors.toml"], "--check: got /no/such/floors.toml, expected a file"),
     ],
 )
 def test_a_value_out_of_range_is_one_line_and_exit_code_2(arguments, words):
@@ -90,6 +108,181 @@ def test_a_switch_out_of_range_is_one_line_and_exit_code_2():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == ["DSAFUSE_MODE: got 'fast', expected one of auto, off, strict"]
+
+
+KERNEL = 'target = "sm_90", op = "o", variant = "v", kernel = "k", heads = 1, index_heads = 1'
+FLOORS = "load_bytes_16 = 1, store_bytes_8 = 1, fp8_conversions = 1"
+TARGET = 'heads = "16/32"\nl2 = "cold"\nmetric = "median_us"\nat_most = 1\n'
+
+
+def floors(*kernels, slack="1.05"):
+    return f'triton = "3"\nslack = {slack}\nkernel = [{", ".join(kernels)}]'
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "text", "words"),
+    [
+        *(
+            (command, option, text, words)
+            for command, option in (("codegen", "--check"), ("bench", "--check"), ("bench", "--read"))
+            for text, words in ((b"\xff", "utf-8"), (None, "Is a directory"), (b"a = ", "Invalid value"))
+            if (option, text) != ("--read", b"a = ")
+        ),
+        ("codegen", "--check", "a = " + "[" * 9999, "recursion"),
+        ("codegen", "--check", "kernel = 5", "got no triton"),
+        ("codegen", "--check", 'triton = "3"\nslack = 1.05\nkernel = 5', "got kernel=5"),
+        ("codegen", "--check", floors(slack="true"), "got slack=True"),
+        ("codegen", "--check", floors(slack="nan"), "got slack=nan"),
+        ("codegen", "--check", floors("1"), "kernel 1: got 1"),
+        ("codegen", "--check", floors("{}"), "kernel 1: got no target, op"),
+        ("codegen", "--check", floors(f"{{ {KERNEL} }}"), "got no load_bytes_16"),
+        ("codegen", "--check", floors(f"{{ {KERNEL}, {FLOORS}, registres = 1 }}"), "got registres"),
+        ("codegen", "--check", floors(f'{{ {KERNEL}, {FLOORS}, registers = "1" }}'), "got registers='1'"),
+        ("codegen", "--check", floors(*[f"{{ {KERNEL}, {FLOORS} }}"] * 2), "kernel 2: is there twice"),
+        ("bench", "--check", "target = 5", "not iterable"),
+        ("bench", "--check", f'[[target]]\nop = "prepare_qk"\ntokens = 3\n{TARGET}', "len()"),
+        ("bench", "--check", f'[[target]]\nop = "prepare_qk"\ntokens = ["a", "b"]\n{TARGET}', "got tokens=('a', 'b')"),
+        ("bench", "--read", "[" * 99999, "recursion"),
+        ("bench", "--read", "[]", "no recorded run"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path, command, option, text, words):
+    path = tmp_path / "file"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = call(command, option, str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{option}: {path}")
+    assert line.count(str(path)) == 1
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere/x.png", "there is no directory"),
+        ("file/x.png", "Not a directory"),
+        ("directory.png", "is a directory"),
+        (f"{'x' * 300}.png", "File name too long"),
+        ("dangling.png", "there is no directory"),
+        pytest.param(
+            "locked/x.png",
+            "Permission denied",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere"),
+        ),
+    ],
+)
+@pytest.mark.parametrize(("command", "option"), [("codegen", "--record"), ("bench", "--out"), ("bench", "--plot")])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(monkeypatch, tmp_path, command, option, name, words):
+    monkeypatch.setattr(plot, "why_not", lambda: None)
+    monkeypatch.setattr(codegen, "reports", lambda wanted: pytest.fail("it compiles"))
+    (tmp_path / "file").touch()
+    (tmp_path / "directory.png").mkdir()
+    (tmp_path / "dangling.png").symlink_to(tmp_path / "nowhere" / "x.png")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    before = sorted(tmp_path.rglob("*"))
+    result = call(command, option, str(tmp_path / name))
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{option}: {tmp_path / name}: ")
+    assert words in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_the_system_does_not_write_to_is_refused(monkeypatch, tmp_path, capsys):
+    """As root may find: a read-only file system, a full one."""
+
+    def refuses(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuses)
+    with pytest.raises(typer.Exit):
+        files.check_writable("--out", tmp_path / "x")
+    assert capsys.readouterr().err == f"--out: {tmp_path / 'x'}: Read-only file system\n"
+
+
+def test_a_picture_of_no_known_kind_is_refused(monkeypatch):
+    monkeypatch.setattr(plot, "why_not", lambda: None)
+    result = call("bench", "--plot", "x.doc")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "--plot: got x.doc, expected a name that ends in one of .png, .pdf, .svg\n"
+
+
+def test_a_record_on_a_full_disk_is_one_line(monkeypatch):
+    monkeypatch.setattr(codegen, "reports", lambda wanted: ())
+    result = call("codegen", "--record", "/dev/full")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "--record: /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "--json"),
+        ("explain",),
+        ("env",),
+        ("--help",),
+        ("verify", MLA, "--case", "tokens=1,heads=1", "--device", "cpu", "--provider", "split"),
+    ],
+    ids=" ".join,
+)
+def test_standard_output_on_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsafuse", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    who = "dsafuse" if arguments == ("--help",) else "standard output"
+    assert (done.returncode, done.stderr) == (2, f"{who}: No space left on device\n")
+
+
+def test_standard_error_on_a_full_disk_still_gives_the_exit_code():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "dsafuse", "nonsense"], stderr=full, check=False)
+    assert done.returncode == 2
+
+
+class TestOrder:
+    """One order of the ops, whoever names them."""
+
+    ORDER = (MLA, INDEXER, "prepare_qk", "prepare_latents", "prepare_queries")
+
+    def test_it_has_every_op(self):
+        assert tuple(ROLES) == self.ORDER
+        assert set(self.ORDER) == set(OPS) == set(dsafuse.__all__) - {"__version__"}
+
+    def test_of_explain(self):
+        meaning = call_json("explain")[1]["meanings"][0]
+        assert tuple(decision["op"] for decision in meaning["ops"]) == self.ORDER
+
+    def test_of_codegen(self):
+        assert tuple(dict.fromkeys(kernel.op for kernel in codegen.kernels(["sm_90"]))) == self.ORDER
+
+    @pytest.mark.parametrize("named", [(), ORDER[::-1], (*ORDER, MLA)])
+    def test_of_verify(self, monkeypatch, named):
+        planned = []
+        monkeypatch.setattr(checks, "plan", lambda names, *others: planned.extend(names) or [])
+        assert call("verify", *named, "--device", "cpu").exit_code == 0
+        assert tuple(planned) == self.ORDER
+
+    def test_of_a_recorded_run(self, monkeypatch, tmp_path):
+        from tests.check.test_targets import row
+
+        drawn = []
+        monkeypatch.setattr(plot, "why_not", lambda: None)
+        monkeypatch.setattr(plot, "plot", lambda run, path: drawn.extend(row.op for row in run.rows))
+        names = ("an_op_of_old", *OPS)
+        Run.of([row(op=name, tokens=t) for name in names for t in (8, 1)], 4e12, 0.6).write(tmp_path / "run.json")
+        arguments = ("bench", "--read", str(tmp_path / "run.json"), "--plot", str(tmp_path / "p.png"))
+        expected = (*self.ORDER, "an_op_of_old")
+        code, document = call_json(*arguments)
+        assert code == 0
+        assert [(row["op"], row["tokens"]) for row in document["rows"]] == [(n, t) for n in expected for t in (8, 1)]
+        assert tuple(dict.fromkeys(drawn)) == expected
+        shown = call(*arguments, "--markdown").stdout
+        assert [line.split("`")[1] for line in shown.splitlines() if line.startswith("| `")] == list(expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so bench would run")
@@ -304,6 +497,19 @@ class TestBench:
         result = call("bench", "--read", str(recorded))
         assert result.exit_code == 1
         assert "UNPROVEN prepare_qk 16/32 T=1, split: other bytes" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("field", "value", "words"),
+        [("op", 5, "got op=5"), ("eager_us", "x", "got eager_us='x'"), ("median_us", 0.0, "0 or less")],
+    )
+    def test_a_recorded_row_that_cannot_be_is_refused(self, recorded, field, value, words):
+        document = json.loads(recorded.read_text())
+        document["rows"][0][field] = value
+        recorded.write_text(json.dumps(document))
+        result = call("bench", "--read", str(recorded))
+        assert (result.exit_code, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert words in line
 
     def test_a_plot_is_written(self, recorded, tmp_path):
         pytest.importorskip("matplotlib")

@@ -48,8 +48,10 @@ class Floors:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
         for name, (kind, what) in _DOCUMENT.items():
-            if type(document.get(name)) not in kind:
-                raise ValueError(f"{path}: got {name}={document.get(name)!r:.60}, expected {what}")
+            if name not in document:
+                raise ValueError(f"{path}: got no {name}, expected {what}")
+            if type(document[name]) not in kind:
+                raise ValueError(f"{path}: got {name}={document[name]!r:.60}, expected {what}")
         if not document["slack"] > 0:
             raise ValueError(f"{path}: got slack={document['slack']}, expected more than 0")
         kernels: dict[tuple[Any, ...], dict[str, int]] = {}

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from dsafuse import switches
 from dsafuse.cli import bench, codegen, demo, env, explain, verify
-from dsafuse.cli.output import complain, discard, refuse, why
+from dsafuse.cli.output import complain, refuse, why
 
 # Typer carries a copy of click since 0.24 or so, and imports it before; the public BadParameter leads to either.
 _ClickException: type[Exception] = next(
@@ -28,9 +28,8 @@ class OneLineErrors(TyperGroup):
         except _ClickException as error:
             complain(error.format_message())  # type: ignore[attr-defined]
             sys.exit(2)
-        except OSError as error:  # standard output on a full disk; commands name the files that they open themselves
-            discard(sys.stdout)
-            complain(f"{error.filename or 'standard output'}: {why(error)}")
+        except OSError as error:  # commands say themselves what they can't read or write; help does not
+            complain(f"{error.filename or 'dsafuse'}: {why(error)}")
             sys.exit(2)
         except typer.Abort:
             sys.exit(130)

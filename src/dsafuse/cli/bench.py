@@ -39,7 +39,9 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the run to this JSON file, too.")] = None,
     read: Annotated[Path | None, typer.Option(help="Show this recorded run; nothing is timed.")] = None,
     check: Annotated[Path | None, typer.Option(help="Hold the run against this TOML table of targets.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time against tokens into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time against tokens into this .png, .pdf or .svg file.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, ops by token counts.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where no checkout tells it.")] = None,
     json: output.Json = False,
@@ -63,10 +65,10 @@ def bench(
         cases = [bench_case(name, t, pair) for name in names for pair in head_pairs for t in token_counts]
         run = _timed(cases, asked, states, seed, commit)
     if out is not None:
-        with files.written("--out", out):
+        with output.refusing(f"--out: {out}"):
             run.write(out)
     if plot is not None and run.rows:
-        with files.written("--plot", plot):
+        with output.refusing(f"--plot: {plot}"):
             plots.plot(run, plot)
     missed = _show(run, targets, as_json=json, as_markdown=states if markdown else [])
     raise typer.Exit(1 if missed or run.unproven else 0)

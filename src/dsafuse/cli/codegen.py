@@ -48,7 +48,7 @@ def codegen(
             bar.update(task, description=f"codegen {kernel.target} {kernel.op}", advance=1)
             found += reports
     if record is not None:
-        with files.written("--record", record):
+        with output.refusing(f"--record: {record}"):
             write(found, record)
     misses = [(report, floors.misses(report)) for report in found] if floors is not None else []
     short = [f"{_name(report)}: {miss}" for report, sentences in misses for miss in sentences]

@@ -22,5 +22,6 @@ def demo(json: output.Json = False) -> None:
     if json:
         output.print_json(result.as_dict())
     else:
-        demo_view.render(result, output.out())
+        with output.refusing(output.STDOUT):
+            demo_view.render(result, output.out())
     raise typer.Exit(0 if result.ok else 1)

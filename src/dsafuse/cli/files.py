@@ -5,42 +5,34 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dsafuse.cli.output import refuse, why
+from dsafuse.cli.output import refuse, refusing
 
 T = TypeVar("T")
 
 
 def read(option: str, path: Path, reader: Callable[[Path], T]) -> T:
     """What `reader` makes of a file. All that it can raise for one, and for tables that are none, is refused."""
+    if not os.path.exists(path):
+        refuse(f"{option}: got {path}, expected a file")
     try:
-        with written(option, path):
+        with refusing(f"{option}: {path}"):
             return reader(path)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         text = str(error) or type(error).__name__
         refuse(f"{option}: {text}" if text.startswith(f"{path}") else f"{option}: {path}: {text}")
 
 
-@contextmanager
-def written(option: str, path: Path) -> Iterator[None]:
-    """Refuse what the operating system does not let us do with a file."""
-    try:
-        yield
-    except OSError as error:
-        refuse(f"{option}: {path}: {why(error)}")
-
-
 def check_writable(option: str, path: Path | None) -> None:
     """Refuse a file that could not be written, before there is anything to write."""
     if path is None:
         return
-    with written(option, path):
+    with refusing(f"{option}: {path}"):
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:

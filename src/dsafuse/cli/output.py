@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Sequence
-from typing import IO, Annotated, Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+STDOUT = "standard output"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -24,12 +25,15 @@ def out() -> Console:
 
 def say(text: str) -> None:
     """A line on standard output."""
-    out().print(text, markup=False)
+    with refusing(STDOUT):
+        out().print(text, markup=False)
 
 
 def print_json(value: Any) -> None:
     """One JSON document, and nothing else, on standard output. NaN and infinity become null."""
-    typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+    text = json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
+    with refusing(STDOUT):
+        typer.echo(text)
 
 
 def _finite(value: Any) -> Any:
@@ -47,7 +51,8 @@ def table(title: str | None, header: Sequence[str], rows: Sequence[Sequence[str]
     drawn = Table(*header, title=title, title_justify="left")
     for row in rows:
         drawn.add_row(*(_plain(cell) for cell in row))
-    out().print(drawn)
+    with refusing(STDOUT):
+        out().print(drawn)
 
 
 def _plain(text: str) -> str:
@@ -56,14 +61,16 @@ def _plain(text: str) -> str:
 
 
 def progress() -> Progress:
-    """A progress bar on standard error."""
+    """A progress bar on standard error; none where that is no terminal."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 
@@ -75,18 +82,21 @@ def refuse(message: object) -> NoReturn:
 
 def complain(message: object) -> None:
     """One line on standard error; nothing where that can't be written either, since nowhere is left to say so."""
-    try:
+    with suppress(OSError):
         typer.echo(" ".join(str(message).split()), err=True)
-    except OSError:
-        discard(sys.stderr)
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Refuse what the operating system does not let us do with a file; but for a pipe whose reader has left."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        refuse(f"{what}: {why(error)}")
 
 
 def why(error: OSError) -> str:
     """What the operating system says, without number and file name."""
     return error.strerror or str(error)
-
-
-def discard(stream: IO[str] | None) -> None:
-    """Let what a stream that can't be written still holds go nowhere: Python would fail at it again when it exits."""
-    if stream is not None and stream in (sys.__stdout__, sys.__stderr__):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
