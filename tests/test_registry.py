@@ -331,3 +331,17 @@ def test_threads_may_interpret_side_by_side() -> None:
     with ThreadPoolExecutor(3) as pool:
         for got in pool.map(lambda _: run("mla", "interpreter", call), range(6)):
             assert_same_memory(got, want)
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_compiled_code_may_pass_arguments_by_position(op: str) -> None:
+    whole, call = EVERY_OP[op], call_of(op, 3)
+    parameters = inspect.signature(whole).parameters.values()
+    positional = [call[p.name] for p in parameters if p.kind is not p.KEYWORD_ONLY and p.name in call]
+    named = {p.name: call[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in call}
+    for name in whole.output_names:
+        named.pop(name, None)
+    compiled = torch.compile(lambda: whole(*positional, **named), fullgraph=True, backend="aot_eager")
+    got, want = compiled(), whole(*positional, **named)
+    for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

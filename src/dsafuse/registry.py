@@ -143,7 +143,7 @@ class Op(Generic[P, R]):
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         # inspect.Signature.bind costs more than a launch; it is asked only to word the error.
         arguments = {**self._defaults, **dict(zip(self._positional, args)), **kwargs}
-        repeated = args and not kwargs.keys().isdisjoint(self._positional[: len(args)])
+        repeated = any(name in kwargs for name in self._positional[: len(args)])
         if arguments.keys() != self._name_set or repeated or len(args) > len(self._positional):
             self._signature.bind(*args, **kwargs)
         return arguments

@@ -8,7 +8,7 @@ import torch
 from dsafuse.check import arms, bench, records, tables, timing
 from dsafuse.check.arms import BenchArm, arms_of, out_form
 from dsafuse.check.bench import Yardsticks, bench_case, bench_cell
-from dsafuse.check.cases import ROLES
+from dsafuse.check.cases import ROLES, Case
 from dsafuse.check.inputs import blank_outputs, draw_inputs
 from dsafuse.check.peers import Bound, Peer
 from dsafuse.check.timing import Spread
@@ -269,3 +269,9 @@ def test_a_run_says_where_it_comes_from_and_fits_a_readme():
     assert "| `prepare_qk` | 2.00 (5.00) 2.5x | 2.00 (5.00) 2.5x |" in text.splitlines()
     assert len(tables.lines(records.Run.of(rows, 4e12, 0.6))) == len(rows)
     assert all(len(line) == len(tables.HEADER) for line in tables.lines(records.Run.of(rows, 4e12, 0.6)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_call_that_reproduces_a_cell_names_a_case(op: str) -> None:
+    case = bench_case(op, 8, (16, 32))
+    assert Case.named(op, case.name) == case

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.inputs import (
+    EVERY_OP,
     FN,
     FNUZ,
     OPS,
@@ -769,9 +770,16 @@ def test_an_fp8_tensor_that_agrees_with_fp8_dtype_is_taken() -> None:
         assert_same_memory(run("indexer", "split", as_fp8), run("indexer", "oracle", call))
 
 
-@pytest.mark.parametrize(("op", "name"), [("mla", "q_nope"), ("indexer", "q")])
-def test_no_head_at_all_is_refused(op: str, name: str) -> None:
-    assert_refused(op, call_of(op, 2, heads=0), ValueError, f"^{name}: got 0 heads, expected at least 1")
+@pytest.mark.parametrize("op", OPS)
+def test_no_head_at_all_still_writes_keys(op: str) -> None:
+    call = call_of(op, 2, heads=0, slot_mapping=torch.tensor([1, 3]))
+    for provider in ("split", "interpreter"):
+        assert_same_memory(run(op, provider, call), run(op, "oracle", call))
+
+
+def test_queries_of_no_head_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="q_nope: got 0 heads, expected at least 1"):
+        EVERY_OP["queries"](**call_of("queries", 2, heads=0))
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale"])

@@ -205,7 +205,9 @@ def expect_output(name: str, value: Any, heads_at_least: int | None, **shape: in
 def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
     """No output shares a byte with another tensor of the call; interleaved memory, as two columns of one, is fine."""
     everything = {name: _Memory(tensor) for name, tensor in {**others, **outputs}.items() if tensor.numel()}
-    for name in outputs.keys() & everything.keys():
+    for name in outputs:
+        if name not in everything:
+            continue
         for other, memory in everything.items():
             if other != name and everything[name].meets(memory):
                 raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")

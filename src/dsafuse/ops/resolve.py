@@ -103,7 +103,6 @@ def latent_q(n: Named) -> LatentQ:
     """q_nope, q_pe, q_out, q_dtype and q_scale."""
     q_nope = n.tensor("q_nope", tokens=None, heads=None, latent=LATENT_DIM)
     tokens, heads = q_nope.shape[:2]
-    _expect_heads("q_nope", heads)
     n.tensor("q_pe", tokens=tokens, heads=heads, rope=ROPE_DIM)
     activation = activation_of(n.arguments, "q_nope", "q_pe")
     q_out, q_dtype = n["q_out"], n["q_dtype"]
@@ -153,7 +152,6 @@ def index_q(n: Named) -> IndexQ:
     """q, weights, weights_scale and the two outputs of the indexer's query side."""
     q = n.tensor("q", tokens=None, heads=None, dim=INDEX_DIM)
     tokens, heads = q.shape[:2]
-    _expect_heads(n.name("q"), heads)
     expect_dtype(n.name("weights"), n.tensor("weights", tokens=tokens, heads=heads), FLOAT_DTYPES)
     activation_of(n.arguments, n.name("q"))
     n.number("weights_scale")
@@ -222,11 +220,6 @@ def norm_q(n: Named) -> NormQ:
         raise ValueError(f"topk_indices: got {topk.shape[0]} rows, expected at least tokens={tokens}")
     expect_width("topk_indices", topk.shape[1])
     return NormQ(width, topk.shape[1])
-
-
-def _expect_heads(name: str, heads: int) -> None:
-    if heads < 1:
-        raise ValueError(f"{name}: got {heads} heads, expected at least 1")
 
 
 def _mla_layout(kv_layout: str, kv_cache: torch.Tensor, activation: torch.dtype) -> str:

@@ -320,6 +320,8 @@ def _resolve_queries(a: Arguments) -> Config:
     n, index = resolve.Named(a), resolve.Named(a, INDEX)
     rounding = n.member("rounding", Rounding)
     latent_q = resolve.latent_q(n)
+    if latent_q.heads < 1:
+        raise ValueError(f"q_nope: got {latent_q.heads} heads, expected at least 1")
     resolve.same_tokens(a, "q_nope", "index_q")
     activation = resolve.activation_of(a, "q_nope", "index_q")
     outputs = ("index_q_out", "index_weights_out")
