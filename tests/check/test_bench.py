@@ -274,4 +274,4 @@ def test_a_run_says_where_it_comes_from_and_fits_a_readme():
 @pytest.mark.parametrize("op", OPS)
 def test_the_call_that_reproduces_a_cell_names_a_case(op: str) -> None:
     case = bench_case(op, 8, (16, 32))
-    assert Case.named(op, case.name) == case
+    assert Case.named(op, case.name).name == case.name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsafuse.check.arms import PROVIDERS, BenchArm, out_form
-from dsafuse.check.cases import Case, fields_of
+from dsafuse.check.cases import Case
 from dsafuse.check.inputs import Inputs
 from dsafuse.check.records import Row, Unproven
 from dsafuse.check.timing import (
@@ -61,16 +61,8 @@ class Cell:
 
 def bench_case(op: str, tokens: int, heads: tuple[int, int]) -> Case:
     """One configuration, as an engine has it: bf16 activations, fp8 queries and caches, block size 64, 2,048 top-k."""
-    wanted = {
-        "heads": heads[0],
-        "index_heads": heads[1],
-        "query": "fp8",
-        "layout": "fp8",
-        "topk": "wide",
-        "key_outs": "absent",
-    }
-    own = {name: value for name, value in wanted.items() if name in fields_of(op)}
-    return Case(op=op, tokens=tokens, **own)  # type: ignore[arg-type]
+    own = {"heads": heads[0], "index_heads": heads[1], "query": "fp8", "layout": "fp8", "topk": "wide"}
+    return Case(op=op, tokens=tokens, key_outs="absent", **own)  # type: ignore[arg-type]
 
 
 def bench_cell(

@@ -134,8 +134,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The fields that differ from the defaults; `default` if none does."""
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in _named_fields() if getattr(self, f.name) != f.default]
+        """The op's fields that differ from the defaults; `default` if none does."""
+        own = fields_of(self.op)
+        fields = [f for f in _named_fields() if f.name in own and getattr(self, f.name) != f.default]
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields]
         return ",".join(parts) or "default"
 
     @staticmethod
