@@ -43,3 +43,12 @@ def test_the_table_of_compiled_code_is_that_of_the_floors() -> None:
         counts = (k["registers"], k.get("scalar_registers", "-"), k["shared_bytes"], k["load_bytes_16"])
         counts += (k["store_bytes_8"], k["fp8_conversions"], k["instructions"])
         assert f"| {k['target']} | `{k['op']}` | {' | '.join(map(str, counts))} |" in document
+
+
+def test_the_example_runs() -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    names: dict[str, object] = {}
+    exec(example[1], names)
+    assert tuple(names["query"].shape) == (4, 16, 576)  # type: ignore[attr-defined]
+    assert tuple(names["index_weights"].shape) == (4, 32)  # type: ignore[attr-defined]
