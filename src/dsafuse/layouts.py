@@ -80,7 +80,7 @@ class CacheLayout:
     @property
     def alignment_bytes(self) -> int:
         """What base address and strides of a byte cache must be multiples of."""
-        return max({"activation": 1, "fp8": 1, "fp32": 4, "bf16": 2}[f.store] for f in self.fields)
+        return max(f.store.itemsize(torch.uint8) for f in self.fields)  # fields of the activation dtype ask for nothing
 
     @property
     def block_multiple(self) -> int:

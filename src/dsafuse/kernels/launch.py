@@ -320,17 +320,21 @@ def head_block(most: int, heads: int) -> int:
     return min(most, 1 << max(heads - 1, 0).bit_length())
 
 
+def format_constants(dtype: torch.dtype, target: Target) -> dict[str, Any]:
+    """What a kernel must know of the fp8 format that it writes on a target."""
+    import triton.language as tl
+
+    fmt = FP8_FORMATS[dtype]
+    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max, "SIGNED_NAN": target.signed_nan}
+
+
 @cache
 def constants_of(config: Config, target: Target) -> dict[str, Any]:
     """The compile-time constants that follow from the configuration alone."""
-    import triton.language as tl
-
-    plan, fmt = PLANS[target.vendor], FP8_FORMATS[config.fp8]
+    plan = PLANS[target.vendor]
     constants: dict[str, Any] = {
         **_ABSENT_CONSTANTS,
-        "FP8": getattr(tl, fmt.triton_name),
-        "FP8_MAX": fmt.max,
-        "SIGNED_NAN": target.signed_nan,
+        **format_constants(config.fp8, target),
         "ROUND": config.rounding == Rounding.SPLIT,
         "PDL": target.dependent_launch,
     }

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dsafuse.kernels import chain
-from dsafuse.kernels.launch import PLANS, alignment, head_block, launch_options, on_device_of
+from dsafuse.kernels.launch import PLANS, alignment, format_constants, head_block, launch_options, on_device_of
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
-from dsafuse.numerics import FP8_FORMATS, RopeStyle, ScaleRule
+from dsafuse.numerics import RopeStyle, ScaleRule
 from dsafuse.ops.config import Config, IndexQ
 from dsafuse.target import Target
 
@@ -28,11 +28,7 @@ def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, An
 
 
 def _format(dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, Any]:
-    import triton.language as tl
-
-    fmt = FP8_FORMATS[dtype]
-    signed_nan = Target.of(tensor.device).signed_nan
-    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max, "SIGNED_NAN": signed_nan}
+    return format_constants(dtype, Target.of(tensor.device))
 
 
 def rotate(
