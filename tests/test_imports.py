@@ -26,15 +26,21 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     **{leaf: (LEAVES, {"torch"}) for leaf in LEAVES},
     "dispatch": (LEAVES, {"torch"}),
     "known": (set(), {"torch"}),
-    "registry": ({"dispatch", "known"} | LEAVES, {"torch"}),
+    "entry": ({"known"} | LEAVES, {"torch"}),
+    "registry": ({"dispatch", "entry"} | LEAVES, {"torch"}),
     "ops": (BASE, {"torch"}),
     "torch_steps": (BASE, {"torch"}),
     "split": ({"torch_steps"} | BASE, {"torch"}),
     "kernels": ({"kernels"} | BASE, {"torch", "triton", "numpy"}),
     "__init__": ({"ops"}, set()),
     "check": ({"check", "split", "torch_steps", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
+    "serving": ({"serving", "check", "__init__"} | BASE, {"torch", "matplotlib"}),
     "vllm": ({"vllm", "__init__"} | BASE, {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"}),
-    "cli": ({"cli", "check", "vllm", "__init__"} | BASE, {"torch", "typer", "rich", "click"}),
+    "accuracy": (
+        {"accuracy", "serving", "vllm", "check", "__init__"} | BASE,
+        {"torch", "transformers", "tokenizers", "datasets"},
+    ),
+    "cli": ({"cli", "accuracy", "check", "serving", "vllm", "__init__"} | BASE, {"torch", "typer", "rich", "click"}),
     "__main__": ({"cli"}, {"typer"}),
 }
 

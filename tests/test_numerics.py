@@ -90,12 +90,12 @@ def test_pack_then_unpack_then_pack_is_the_first_pack(fmt: numerics.Fp8Format) -
     [
         (0.0, numerics.INDEX_K_FLOOR, FN, 2.0**-22),
         (0.0, numerics.INDEX_K_FLOOR, FNUZ, 2.0**-21),
-        (0.0, numerics.INDEX_Q_FLOOR, FN, 2.0**-42),
+        (0.0, numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT], FN, 2.0**-42),
         (232.0, numerics.INDEX_K_FLOOR, FNUZ, 2.0),
         (224.0, numerics.INDEX_K_FLOOR, FNUZ, 1.0),
-        (300.0, numerics.INDEX_Q_FLOOR, FN, 1.0),
-        (448.0, numerics.INDEX_Q_FLOOR, FN, 1.0),
-        (450.0, numerics.INDEX_Q_FLOOR, FN, 2.0),
+        (300.0, numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT], FN, 1.0),
+        (448.0, numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT], FN, 1.0),
+        (450.0, numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT], FN, 2.0),
     ],
 )
 def test_group_scales_worked_out_by_hand(amax: float, floor: float, dtype: torch.dtype, scale: float) -> None:
@@ -136,7 +136,7 @@ def test_a_ue8m0_scale_is_the_smallest_power_of_two_that_is_not_below(s: float) 
 @given(st.floats(min_value=0.0625, max_value=2.0**16, width=32), st.integers(0, 20))
 def test_scaling_values_by_a_power_of_two_scales_a_ue8m0_scale_by_it(amax: float, k: int) -> None:
     fmt = FP8_FORMATS[FN]
-    for floor in (numerics.INDEX_K_FLOOR, numerics.INDEX_Q_FLOOR):
+    for floor in (numerics.INDEX_K_FLOOR, numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT]):
         one = numerics.group_scale(scalar(amax), floor, fmt, ScaleRule.UE8M0)
         scaled = numerics.group_scale(scalar(amax * 2.0**k), floor, fmt, ScaleRule.UE8M0)
         assert float(scaled) == float(one) * 2.0**k

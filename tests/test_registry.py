@@ -26,6 +26,7 @@ from tests.inputs import (
     Call,
     assert_same_memory,
     call_of,
+    guarded,
     indexer_call,
     latents_call,
     mla_call,
@@ -78,7 +79,7 @@ def test_no_public_argument_is_a_bool(name: str) -> None:
 def test_a_missing_argument_is_named(op: str) -> None:
     call = call_of(op)
     del call["positions"]
-    with pytest.raises(TypeError, match="missing a required argument: 'positions'"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'positions'"):
         OPS[op](**call)
 
 
@@ -91,7 +92,7 @@ def test_an_unexpected_keyword_is_named(op: str) -> None:
 def test_a_misspelt_required_keyword_is_a_type_error() -> None:
     call = indexer_call()
     call["weight_scale"] = call.pop("weights_scale")
-    with pytest.raises(TypeError, match="weights_scale"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weight_scale'"):
         OPS["indexer"](**call)
 
 
@@ -112,7 +113,7 @@ def test_an_argument_given_twice_is_named(op: str) -> None:
 def test_keyword_only_arguments_are_not_taken_by_position(op: str) -> None:
     call = call_of(op)
     positional = [p.name for p in inspect.signature(OPS[op]).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    with pytest.raises(TypeError, match="too many positional arguments"):
+    with pytest.raises(TypeError, match=r"takes \d+ positional arguments but \d+"):
         OPS[op](*(call[name] for name in positional), 1.0)
 
 
@@ -174,6 +175,10 @@ OPCHECKS: dict[str, tuple[str, Call]] = {
     "prepare_latents": ("latents", latents_call(3)),
     "prepare_latents without an indexer": ("latents", latents_call(3, index=False, seed=1)),
     "prepare_queries": ("queries", queries_call(3)),
+    "prepare_queries without q_nope": (
+        "queries",
+        queries_call(3) | {"q_nope": None, "q_out": guarded((3, 3, 64), torch.bfloat16)},
+    ),
     "prepare_queries fp32, without an indexer": ("queries", queries_call(3, index=False, activation=torch.float32)),
     "indexer bf16": ("indexer", indexer_call(3)),
     "indexer fp32, fp32 scales": ("indexer", indexer_call(3, activation=torch.float32, scale_rule="fp32")),

@@ -9,7 +9,7 @@ the addresses alone.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -17,23 +17,31 @@ from typing import Any
 import torch
 
 Guard = Callable[..., bool]
+Tensors = tuple[torch.Tensor | None, ...]
+"""All tensor arguments of a call, absent ones included, in the order of the op's parameters."""
+
+Launch = Callable[[tuple[int, ...]], bool]
+"""Launches for tensors at these addresses; False where they need a look, and then nothing was launched."""
+
+KnownCall = Callable[[Hashable, Tensors], Any]
+"""Takes a key and tensors, launches again, and returns the op's result; None where they need a full check."""
 
 MOST_KEYS = 4096
 """Keys kept; a key holds the token count, so an engine that sees every count once must not grow without bound."""
 
-MOST_CALLS = 4
-"""Calls kept for a key: inside and outside of inference mode, aligned or not."""
+MOST_CALLS = 8
+"""Calls kept for a key: inside and outside of inference mode, aligned or not, tensors of their own or shared."""
 
 
 class PythonGuard:
     """Whether tensors look as they did. For a torch without `TensorGuards`; several times slower."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._seen = self._look(tensors)
 
     @staticmethod
-    def _look(tensors: Any) -> list[Any]:
-        return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+    def _look(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
         """Whether these look like those."""
@@ -53,51 +61,100 @@ def _native_guards() -> Any:
     return guards_of if fits else None
 
 
-def guard_of(tensors: list[torch.Tensor]) -> Guard:
-    """A function that says whether other tensors look like these."""
+def guard_of(tensors: Sequence[torch.Tensor]) -> Guard:
+    """A function that says whether other tensors look like these, none of which may come twice."""
     native = _native_guards()
-    if native is None:
-        return PythonGuard(tensors)
-    # Native guards refuse a tensor that comes twice, as a rope table does that both families share.
-    once = [i for i, tensor in enumerate(tensors) if all(tensor is not other for other in tensors[:i])]
-    if len(once) == len(tensors):
-        check: Guard = native(
+    guard: Guard = (
+        PythonGuard(tensors)
+        if native is None
+        else native(
             *tensors,
             dynamic_dims_sizes=[list(t.shape) for t in tensors],
             dynamic_dims_strides=[list(t.stride()) for t in tensors],
         ).check
-        return check
-    rest = [i for i in range(len(tensors)) if i not in once]
-    first, then = guard_of([tensors[i] for i in once]), guard_of([tensors[i] for i in rest])
-    pick_first, pick_rest = _picker(once), _picker(rest)
-    return lambda *others: first(*pick_first(others)) and then(*pick_rest(others))
+    )
+    if any(tensor.requires_grad for tensor in tensors):
+        # A check passes them only where no gradient is recorded.
+        return lambda *others: not torch.is_grad_enabled() and guard(*others)
+    return guard
 
 
-def _picker(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def known_call(
+    given: Tensors,
+    settled: Tensors,
+    results: Sequence[int],
+    launch_of: Callable[[dict[int, int]], Launch],
+) -> KnownCall:
+    """The call that has just been checked and run, for other tensors that look the same.
+
+    Args:
+        given: its tensors, as the caller passed them.
+        settled: the same after the check, with the outputs that were made for the caller.
+        results: which of them the op returns, in order.
+        launch_of: makes the launch, from the index into the addresses that each tensor has.
+    """
+    owner: dict[int, int] = {}
+    present = [i for i, tensor in enumerate(given) if tensor is not None]
+    owners = [owner.setdefault(id(given[i]), i) for i in present]
+    # A tensor that comes twice, as a rope table does that both families share, is looked at once, and has to come
+    # twice again.
+    twins = [(i, first) for i, first in zip(present, owners) if i != first]
+    looked_at = [i for i, first in zip(present, owners) if i == first]
+    made = [i for i in results if given[i] is None and settled[i] is not None]
+    order = [*looked_at, *made]
+    launch = launch_of({i: order.index(i) for i in order} | {i: order.index(first) for i, first in twins})
+    guard = guard_of([tensor for i in looked_at if (tensor := given[i]) is not None])
+    tensors_of, results_of = _picker(looked_at), itemgetter(*results)
+    address_of = torch.Tensor.data_ptr
+
+    def again(_key: Hashable, tensors: Tensors) -> Any:
+        found = tensors_of(tensors)
+        if not guard(*found):
+            return None
+        for i, first in twins:
+            if tensors[i] is not tensors[first]:
+                return None
+        return results_of(tensors) if launch(tuple(map(address_of, found))) else None
+
+    outputs = [(i, tuple(tensor.shape), tensor.dtype) for i in made if (tensor := settled[i]) is not None]
+
+    def again_with_outputs(_key: Hashable, tensors: Tensors) -> Any:
+        found = tensors_of(tensors)
+        if not guard(*found) or any(tensors[i] is not tensors[first] for i, first in twins):
+            return None
+        fresh = {i: found[0].new_empty(shape, dtype=dtype) for i, shape, dtype in outputs}
+        whole = tuple([fresh.get(i, tensor) for i, tensor in enumerate(tensors)])
+        return results_of(whole) if launch(tuple(map(address_of, (*found, *fresh.values())))) else None
+
+    return again_with_outputs if made else again
+
+
+def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     if len(indices) == 1:
         only = indices[0]
         return lambda values: (values[only],)
     return itemgetter(*indices)
 
 
+def spelled_alike(key: tuple[Any, ...], call: KnownCall) -> KnownCall:
+    """A call that also looks at how its numbers are written: 0.0, -0.0 and False are one key, as 1 and True are."""
+    spelled = repr(key)
+    return lambda other, tensors: call(other, tensors) if repr(other) == spelled else None
+
+
 class KnownCalls:
-    """The launches of an op by what their calls look like."""
+    """The calls that an op knows, by the names and numbers that they were made with."""
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, list[tuple[Guard, Callable[[dict[str, Any]], bool]]]] = {}
+        self._calls: dict[Hashable, list[KnownCall]] = {}
+        self.find = self._calls.get
+        """The calls known for a key, the latest first."""
 
-    def launch(self, key: Hashable, tensors: list[torch.Tensor], arguments: dict[str, Any]) -> bool:
-        """Launch again if the call is known; False if it has to be checked in full."""
-        try:
-            calls = self._calls.get(key, ())
-        except TypeError:  # an argument that can't be hashed is none that a check would pass
-            return False
-        return any(guard(*tensors) and again(arguments) for guard, again in calls)
-
-    def remember(self, key: Hashable, tensors: list[torch.Tensor], again: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep the launch of a call that was checked."""
+    def remember(self, key: tuple[Any, ...], call: KnownCall) -> None:
+        """Keep a call that was checked."""
+        if any(value in (0, 1) for value in key if isinstance(value, (int, float)) and not isinstance(value, bool)):
+            call = spelled_alike(key, call)
         if len(self._calls) >= MOST_KEYS:
             self._calls.clear()
-        calls = self._calls.setdefault(key, [])
-        calls.insert(0, (guard_of(tensors), again))
-        del calls[MOST_CALLS:]
+        # A new list each time: another thread may be walking along the old one.
+        self._calls[key] = [call, *self._calls.get(key, ())][:MOST_CALLS]

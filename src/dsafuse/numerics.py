@@ -17,9 +17,6 @@ FLT_MAX = torch.finfo(torch.float32).max
 INDEX_K_FLOOR = 1e-4
 """Smallest amax of an indexer key row, before the division by fp8_max (DeepSeek reference, vLLM)."""
 
-INDEX_Q_FLOOR = 1e-10
-"""Smallest amax of an indexer query head, before the division by fp8_max (vLLM's group quantisation)."""
-
 DS_MLA_FLOOR = 1e-4
 """Smallest tile scale of `fp8_ds_mla`, after the division by fp8_max (FlashMLA's packer)."""
 
@@ -51,7 +48,12 @@ class Rounding(StrEnum):
     """Wherever the unfused chain writes an intermediate to memory: after a norm and after RoPE."""
 
     FP32 = "fp32"
-    """Nowhere: fp32 from load to the final cast."""
+    """Nowhere: fp32 from load to the final cast, as vLLM's fused kernels."""
+
+
+INDEX_Q_FLOOR = {Rounding.SPLIT: 1e-10, Rounding.FP32: 1e-4}
+"""Smallest amax of an indexer query head, before the division by fp8_max: what the writers of that rounding have,
+vLLM's group quantisation and vLLM's `fused_q`."""
 
 
 @dataclass(frozen=True, slots=True)

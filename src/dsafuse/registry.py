@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
-from operator import itemgetter
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 
 from dsafuse import switches
 from dsafuse.dispatch import PROVIDERS, Decision, NoProviderError, OpConfig, choose
-from dsafuse.known import KnownCalls
+from dsafuse.entry import Entry
 from dsafuse.target import Target
 
 P = ParamSpec("P")
@@ -63,52 +63,29 @@ class Op(Generic[P, R]):
         self._outputs = outputs
         self._derived = derived
         self._signature = inspect.signature(oracle)
-        parameters = self._signature.parameters.values()
-        self._names = tuple(p.name for p in parameters)
-        self._name_set = frozenset(self._names)
-        self._positional = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        parameters = tuple(self._signature.parameters.values())
         hints = get_type_hints(oracle)
-        tensor_names = [p.name for p in parameters if hints[p.name] in (torch.Tensor, torch.Tensor | None)]
-        self._tensors_of = itemgetter(*tensor_names)
-        self._values_of = itemgetter(*(p.name for p in parameters if p.name not in tensor_names))
-        self._known = KnownCalls()
-        self._register()
+        self._tensors = tuple(p.name for p in parameters if hints[p.name] in (torch.Tensor, torch.Tensor | None))
+        self._required = next(p.name for p in parameters if hints[p.name] is torch.Tensor)
+        self._entry = self._entry_of(parameters, Op._check_and_run, method=True)
+        # Python looks for __call__ on the type: an op with parameters of its own has a type of its own.
+        self.__class__ = type(type(self).__name__, (type(self),), {"__call__": self._entry.call})
+        self._register(parameters, hints)
         OPS[self.name] = self
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Check, choose a provider, run it, and return the outputs."""
-        arguments = self._bind(args, kwargs)
-        if torch.compiler.is_compiling():
-            return self._trace(arguments)
-        given = self._tensors_of(arguments)
-        tensors = [tensor for tensor in given if tensor is not None]
-        first = given[0]
-        key = None
-        if isinstance(first, torch.Tensor) and first.is_cuda:
-            absent = tuple([tensor is None for tensor in given])
-            values = self._values_of(arguments)
-            key = (first.shape[:1], absent, values, switches.current(), torch.is_grad_enabled())
-            if self._known.launch(key, tensors, arguments):
-                return self._result(arguments)
-        config = self._resolve(arguments)
-        module = self._provider(config, arguments[self._names[0]].device)
-        module.run(self.name, arguments, config)
-        # 0.0 and -0.0 are one key, and not one number.
-        if key is not None and hasattr(module, "again") and 0.0 not in values:
-            made = [
-                name for name in self.output_names if arguments[name] is not None and not _holds(given, arguments[name])
-            ]
-            allocate = self._allocate if made else None
-            self._known.remember(key, tensors, module.again(self.name, arguments, config, allocate))
-        return self._result(arguments)
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+            """Check, choose a provider, run it, and return the outputs."""
 
     def __reduce__(self) -> str:
         return self.name  # pickled and copied as the one object of that name
 
     def resolve(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Arguments, OpConfig]:
         """The checked arguments, outputs allocated, and the static config that gates look at."""
-        arguments = self._bind(args, kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
         return arguments, self._resolve(arguments)
 
     def choose(self, config: OpConfig, target: Target, *, here: bool = False) -> Decision:
@@ -140,24 +117,37 @@ class Op(Generic[P, R]):
             raise NoProviderError(decision)
         return PROVIDERS[decision.provider].load()
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        # inspect.Signature.bind costs more than a launch; it is asked only to word the error.
-        arguments = {**self._defaults, **dict(zip(self._positional, args)), **kwargs}
-        repeated = any(name in kwargs for name in self._positional[: len(args)])
-        if arguments.keys() != self._name_set or repeated or len(args) > len(self._positional):
-            self._signature.bind(*args, **kwargs)
-        return arguments
+    def _entry_of(
+        self, parameters: Sequence[inspect.Parameter], otherwise: Callable[..., Any], **options: bool
+    ) -> Entry:
+        names = [p.name for p in parameters]
+        tensors = [name for name in self._tensors if name in names]
+        return Entry(self.name, parameters, tensors, self._required, otherwise, **options)
+
+    def _check_and_run(self, **arguments: Any) -> R:
+        """What a call does that is not known."""
+        if torch.compiler.is_compiling():
+            return self._trace(arguments)
+        self._run(arguments, self._entry)
+        return self._result(arguments)
+
+    def _run(self, arguments: Arguments, entry: Entry) -> None:
+        """Check, fill in, choose a provider and run it; the call is known from then on if it can be launched again."""
+        given = arguments.copy()
+        config = self._resolve(arguments)
+        module = self._provider(config, arguments[self._required].device)
+        module.run(self.name, arguments, config)
+        if hasattr(module, "again"):
+            entry.remember(
+                given,
+                arguments,
+                self.output_names,
+                lambda places: module.again(self.name, arguments, config, places),
+            )
 
     def _result(self, arguments: Arguments) -> R:
         results = tuple(arguments[name] for name in self.output_names)
         return results[0] if len(results) == 1 else results  # type: ignore[return-value]
-
-    def _allocate(self, arguments: Arguments) -> None:
-        """Make the outputs that are not given, without checks."""
-        first = arguments[self._names[0]]
-        for name, (shape, dtype) in self._outputs(arguments).items():
-            if arguments[name] is None:
-                arguments[name] = first.new_empty(shape, dtype=dtype)
 
     def _trace(self, arguments: Arguments) -> R:
         """Call the out-form; what only the Python function knows is checked here, the rest when it runs."""
@@ -168,42 +158,45 @@ class Op(Generic[P, R]):
             for name, (_, dtype) in self._outputs(arguments).items():
                 if arguments[name] is not None and arguments[name].dtype != dtype:
                     raise TypeError(f"{name}: got {arguments[name].dtype}, expected {dtype}")
-        self._allocate(arguments)
+        for name, (shape, dtype) in self._outputs(arguments).items():
+            if arguments[name] is None:
+                arguments[name] = arguments[self._required].new_empty(shape, dtype=dtype)
         out = {name: value for name, value in arguments.items() if name not in self._derived}
         getattr(torch.ops.dsafuse, self.name)(**out)
         return self._result(arguments)
 
-    def _register(self) -> None:
+    def _register(self, parameters: Sequence[inspect.Parameter], hints: dict[str, Any]) -> None:
         """Define the out-form: outputs that always exist required, nothing returned, derived arguments gone."""
-        hints = get_type_hints(self.oracle)
         returned = get_args(hints["return"]) or (hints["return"],)
         required = {name for name, hint in zip(self.output_names, returned) if hint is torch.Tensor}
-        parameters = [
+        out_parameters = [
             p.replace(
                 annotation=torch.Tensor if p.name in required else hints[p.name],
                 default=p.empty if p.name in required else p.default,
             )
-            for p in self._signature.parameters.values()
+            for p in parameters
             if p.name not in self._derived
         ]
 
-        def out_form(*args: Any, **kwargs: Any) -> None:
-            arguments = self._bind(args, kwargs)
+        def check_and_run(**given: Any) -> None:
+            arguments = {name: given.get(name) for name in self._signature.parameters}
             for name in self._outputs(arguments):
                 if arguments[name] is None:
                     raise ValueError(f"{name}: got None, expected a tensor to write to (torch.ops.dsafuse.{self.name})")
-            call: Callable[..., R] = self
-            call(**arguments)
+            self._run(arguments, out_entry)
 
-        out_form.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        out_entry = self._entry_of(out_parameters, check_and_run, silent=True)
+        call, intern = out_entry.call, sys.intern
+
+        def out_form(*args: Any, **kwargs: Any) -> None:
+            # torch makes the names anew at every call, and Python binds the ones that source code has far faster.
+            call(*args, **{intern(name): value for name, value in kwargs.items()})
+
+        out_form.__signature__ = inspect.Signature(out_parameters, return_annotation=None)  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(out_form, mutates_args=(*self.mutates, *self.output_names))
         _LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.name, out_form, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsafuse::{self.name}", _fake, lib=_LIBRARY)
-
-
-def _holds(tensors: tuple[Any, ...], tensor: torch.Tensor) -> bool:
-    return any(each is tensor for each in tensors)
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

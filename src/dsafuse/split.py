@@ -83,6 +83,9 @@ def _latent(a: Arguments, config: Config, steps: ModuleType) -> None:
     if q_role is not None:
         q_pe = a["q_pe"]
         q_rot = q_pe.new_empty(q_pe.shape, dtype=kept)
+        if not q_role.nope and q_rot.stride() == a["q_out"].stride() and q_rot.dtype == a["q_out"].dtype:
+            # As an engine would, with nothing to concatenate; a step stores intermediates by 16 bytes.
+            q_rot = q_rot if a["q_out"].data_ptr() % 16 else a["q_out"]
     if kv_role is not None:
         k_pe = a["k_pe"].reshape(len(a["k_pe"]), ROPE_DIM)
         k_rot = k_pe.new_empty(k_pe.shape, dtype=kept)
@@ -92,8 +95,10 @@ def _latent(a: Arguments, config: Config, steps: ModuleType) -> None:
         query = q_rot.new_empty((*q_rot.shape[:2], a["q_out"].shape[-1]))
         steps.concat_query(a["q_nope"], q_rot, query)
         steps.quantise_query(query, a["q_scale"], a["q_out"])
-    elif q_role is not None:
+    elif q_role is not None and q_role.nope:
         steps.concat_query(a["q_nope"], q_rot, a["q_out"])
+    elif q_rot is not None and q_rot is not a["q_out"]:
+        a["q_out"][:, : q_rot.shape[1]].copy_(q_rot)
     if kv_role is not None:
         latent = a["kv_c"]
         if kv_role.norm:
@@ -124,7 +129,7 @@ def _index(n: Named, config: Config, steps: ModuleType) -> None:
     steps.rotate(q, k_norm, q_rot, k_rot, n["positions"], n["cos_sin_cache"], style)
     if q_role is not None:
         scales = q_rot.new_empty(q_rot.shape[:2], dtype=torch.float32)
-        steps.quantise_index_query(q, q_rot, n["q_out"], scales, q_role)
+        steps.quantise_index_query(q, q_rot, n["q_out"], scales, config)
         steps.fold_weights(n["weights"], scales, n["weights_scale"], n["weights_out"])
     if k_role is not None:
         steps.write_key(k_norm, k_rot, n["kv_cache"], n["slot_mapping"], config)

@@ -54,14 +54,19 @@ def _expect(variable: str, value: str, choices: tuple[str, ...]) -> None:
 
 _process: Switches | None = None
 _OVERRIDE: ContextVar[Switches | None] = ContextVar("overriding switches", default=None)
+_OVERRIDES: dict[Switches, Switches] = {}
+
+overriding = _OVERRIDE.get
+"""The switches of an `override` around the call, None outside of one. Equal ones are one object that is never freed,
+so that its id is a key: a known call has no time for more."""
 
 
 def current() -> Switches:
     """The switches in force: those of an `override` around the call, else those of the environment at first use."""
     global _process
-    overriding = _OVERRIDE.get()
-    if overriding is not None:
-        return overriding
+    override_here = overriding()
+    if override_here is not None:
+        return override_here
     if _process is None:
         _process = Switches.from_environment()
     return _process
@@ -71,6 +76,7 @@ def current() -> Switches:
 def override(**changes: Any) -> Iterator[Switches]:
     """Change switches for the length of a block, in this thread alone, as `override(provider="interpreter")`."""
     switches = replace(current(), **changes)
+    switches = _OVERRIDES.setdefault(switches, switches)
     token = _OVERRIDE.set(switches)
     try:
         yield switches

@@ -6,9 +6,9 @@ import torch
 
 from dsafuse import numerics
 from dsafuse.layouts import INDEXER_LAYOUTS, LATENT_DIM, MLA_LAYOUTS, ROPE_DIM
-from dsafuse.numerics import FP8_FORMATS, Fp8Format, RopeStyle, ScaleRule
+from dsafuse.numerics import FP8_FORMATS, Fp8Format, RopeStyle, Rounding, ScaleRule
 from dsafuse.ops import roles
-from dsafuse.ops.config import Config, IndexQ
+from dsafuse.ops.config import Config
 
 
 def rotate(
@@ -79,10 +79,12 @@ def _quantise(
 
 
 def quantise_index_query(
-    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, role: IndexQ
+    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, config: Config
 ) -> None:
     """(q_out, scales) = quantise(concat(q_rot, rest of q)), one scale a head."""
-    codes, scale = _quantise(q_rot, q, numerics.INDEX_Q_FLOOR, FP8_FORMATS[q_out.dtype], role.scale_rule)
+    role, floor = config.index_q, numerics.INDEX_Q_FLOOR[Rounding(config.rounding)]
+    assert role is not None
+    codes, scale = _quantise(q_rot, q, floor, FP8_FORMATS[q_out.dtype], role.scale_rule)
     q_out[:, : role.heads].view(torch.uint8).copy_(codes.view(torch.uint8))
     scales.copy_(scale.squeeze(-1))
 

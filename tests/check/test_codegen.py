@@ -53,6 +53,11 @@ def compiled(kernel: Kernel) -> list[Report]:
     return reports
 
 
+def of_most_tokens(kernel: Kernel) -> Report:
+    """The one report of a kernel that is no chain, in the cut for the most tokens."""
+    return compiled(kernel)[-1]
+
+
 @pytest.mark.parametrize("kernel", SUBSET, ids=lambda k: f"{k.target}-{k.op}-{k.variant}-{k.heads[0]}")
 def test_a_kernel_holds_its_floors(kernel: Kernel) -> None:
     floors = Floors.read(RECORDED)
@@ -67,8 +72,8 @@ def test_every_kernel_has_a_recorded_floor() -> None:
 
 @pytest.mark.parametrize("target", TESTED)
 def test_the_query_path_moves_wide_pieces(target: str) -> None:
-    (report,) = compiled(Kernel(target, "prepare_queries", "no indexer", FULL))
-    latent = launch.PLANS[Target.named(target).vendor].block_heads * LATENT_DIM // report.threads
+    report = of_most_tokens(Kernel(target, "prepare_queries", "no indexer", FULL))
+    latent = launch.plan_of(Target.named(target), launch.ANY).block_heads * LATENT_DIM // report.threads
     assert sum(width * count for width, count in report.loads.items() if width >= 16) >= 2 * latent
     assert sum(width * count for width, count in report.stores.items() if width >= 8) >= latent
     if target.startswith("gfx"):
@@ -77,7 +82,7 @@ def test_the_query_path_moves_wide_pieces(target: str) -> None:
 
 @pytest.mark.parametrize("target", TESTED)
 def test_the_latent_path_moves_wide_pieces(target: str) -> None:
-    (report,) = compiled(Kernel(target, "prepare_latents", "no indexer", FULL))
+    report = of_most_tokens(Kernel(target, "prepare_latents", "no indexer", FULL))
     assert (
         sum(width * count for width, count in report.loads.items() if width >= 16) >= 2 * LATENT_DIM // report.threads
     )
@@ -86,14 +91,14 @@ def test_the_latent_path_moves_wide_pieces(target: str) -> None:
 
 @pytest.mark.parametrize("target", TESTED)
 def test_every_value_is_converted_to_fp8_in_hardware(target: str) -> None:
-    (report,) = compiled(Kernel(target, "prepare_queries", "no indexer", FULL))
-    heads = launch.PLANS[Target.named(target).vendor].block_heads
+    report = of_most_tokens(Kernel(target, "prepare_queries", "no indexer", FULL))
+    heads = launch.plan_of(Target.named(target), launch.ANY).block_heads
     assert report.fp8_conversions == heads * QUERY_DIM // report.threads // 2
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_program_is_one_wave_on_cdna(target: str) -> None:
-    (report,) = compiled(Kernel(target, "prepare_qk", "fp8", FULL))
+    report = of_most_tokens(Kernel(target, "prepare_qk", "fp8", FULL))
     assert (report.threads, report.shared_bytes) == (64, 0)
 
 
@@ -145,14 +150,14 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_contraction_would_be_counted(target: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = launch.launch_options
     monkeypatch.setattr(launch, "launch_options", lambda *a: real(*a) | {"enable_fp_fusion": True})
-    ((_, (report,)),) = codegen.reports([Kernel(target, op, "no indexer", FULL)])
+    ((_, (*_, report)),) = codegen.reports([Kernel(target, op, "no indexer", FULL)])
     assert report.fused_multiply_adds > 0
 
 
 def test_without_a_disassembler_ptx_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    (sass,) = compiled(Kernel("sm_90", "prepare_queries", "no indexer", FULL))
+    sass = of_most_tokens(Kernel("sm_90", "prepare_queries", "no indexer", FULL))
     monkeypatch.setattr(assembly, "disassembler", lambda: None)
-    ((_, (ptx,)),) = codegen.reports([Kernel("sm_90", "prepare_queries", "no indexer", FULL)])
+    ((_, (*_, ptx)),) = codegen.reports([Kernel("sm_90", "prepare_queries", "no indexer", FULL)])
     assert (ptx.assembly, sass.assembly) == ("ptx", "sass")
     assert ptx.registers is None
     assert {16: sass.loads[16]}.items() <= ptx.loads.items()

@@ -113,6 +113,21 @@ def test_a_write_beyond_the_tensor_is_found(monkeypatch):
     assert "q_out: 1 bytes differ" in only(MLA).reasons[0]
 
 
+@pytest.mark.parametrize("name", ["q_out", "kv_cache"])
+@pytest.mark.parametrize("place", [-1, "end"])
+def test_a_write_past_a_row_is_found(monkeypatch, name, place):
+    """Of rows with padding between them, whose neighbours are nobody's."""
+
+    def overrun(a):
+        row = a[name].view(torch.uint8)[1, 1]
+        first = row.storage_offset() + (len(row) if place == "end" else place)
+        row.as_strided((1,), (1,), first).bitwise_not_()
+
+    sabotage(monkeypatch, overrun)
+    case = replace(MLA, out="wide", cache_strides="gaps", block_size=16)
+    assert any(f"{name}: 1 bytes differ" in reason for reason in only(case).reasons)
+
+
 def test_a_write_to_a_row_that_no_slot_names_is_found(monkeypatch):
     sabotage(monkeypatch, lambda a: a["kv_cache"][-1, -1].bitwise_not_())
     assert any("kv_cache" in reason for reason in only(replace(MLA, slot_rule="short")).reasons)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
+from dsafuse import switches
 from dsafuse.kernels import grids, launch
 from dsafuse.target import Target
 from tests.inputs import (
@@ -24,6 +26,7 @@ from tests.inputs import (
     mla_call,
     qk_call,
     queries_call,
+    twin,
 )
 
 NAMES = {
@@ -116,18 +119,22 @@ def test_every_kernel_argument_is_bound_under_its_own_name(op: str, monkeypatch:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("heads", [1, 3, 7, 8, 9, 16, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [2, 5, 257])
 def test_the_grid_has_a_program_for_the_keys_and_for_each_block_of_heads(
-    op: str, heads: int, monkeypatch: pytest.MonkeyPatch
+    op: str, heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid, bound, _, _ = recorded(op, call_of(op, 2, heads), gpu="sm_90", monkeypatch=monkeypatch)
+    grid, bound, _, _ = recorded(op, call_of(op, tokens, heads), gpu="sm_90", monkeypatch=monkeypatch)
     prefix = "INDEX_" if op == "indexer" else ""
     block = bound[f"{prefix}BLOCK_HEADS"]
     assert bound[f"{prefix}HEADS"] == heads
     assert block & (block - 1) == 0
-    blocks = -(-heads // block)
-    # A latent row has a program of its own; four indexer keys share one, and their tokens' programs follow it.
-    assert grid == (2 * (1 + blocks) if op == "mla" else 1 + 4 * blocks,)
     assert block < 2 * heads
+    blocks = -(-heads // block)
+    if tokens <= 256:  # role after role: a latent row has a program of its own, four indexer keys share one
+        keys = {"mla": tokens, "indexer": -(-tokens // 4)}[op]
+        assert grid == (keys + tokens * blocks,)
+    else:  # groups of four tokens, of which the last here has one: two programs of two latent rows, one of four keys
+        assert grid == (65 * ({"mla": 2, "indexer": 1}[op] + 4 * blocks),)
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -148,12 +155,23 @@ def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(
     assert ("launch_pdl" in options) is Target.named(target).dependent_launch
 
 
-def test_there_is_a_plan_for_each_vendor() -> None:
+def test_there_is_a_plan_for_each_vendor_and_any_number_of_tokens() -> None:
     assert launch.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
-    for plan in launch.PLANS.values():
-        for heads in (plan.block_heads, plan.index_block_heads):
-            assert heads & (heads - 1) == 0
-        assert plan.threads in (32, 64, 128, 256)
+    for plans in launch.PLANS.values():
+        most = [count for count, _ in plans]
+        assert most == sorted(most)
+        assert most[-1] == launch.ANY
+        for _, plan in plans:
+            rows = (plan.index_rows, plan.latent_rows, plan.norm_rows)
+            for count in (plan.block_heads, plan.rope_block_heads, plan.index_block_heads, *rows):
+                assert count & (count - 1) == 0
+            assert plan.group % max(rows) == 0
+            assert {plan.threads, plan.latent_threads} <= {32, 64, 128, 256}
+
+
+@pytest.mark.parametrize(("tokens", "place"), [(1, 0), (256, 0), (257, 1), (2**20, 1)])
+def test_a_plan_serves_up_to_its_tokens(tokens: int, place: int) -> None:
+    assert launch.plan_of(Target.named("sm_90"), tokens) is launch.PLANS["nvidia"][place][1]
 
 
 @pytest.mark.parametrize(
@@ -200,77 +218,234 @@ def test_a_kernel_specialises_on_nothing_that_changes_from_step_to_step() -> Non
             assert parameter.do_not_specialize_on_alignment, parameter.name
 
 
+class Gpu:
+    """What known calls find on a GPU; keeps what a compiled kernel would be launched with, and what was checked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[tuple[int, ...], int]] = []
+        self.checked = 0
+        self.device: int | None = None  # the index of torch.device("cpu")
+        self.hooks: list[Any] = []
+        self.parameters: dict[str, int] = {}
+        monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named("sm_90")))
+        monkeypatch.setattr(launch, "current_device", lambda: self.device)
+        monkeypatch.setattr(launch, "launch_hooks", lambda: self.hooks)
+        monkeypatch.setattr(launch, "relaunch_of", self._relaunch_of)
+        monkeypatch.setattr(grids.prepare, "warmup", lambda *_args, **_kwargs: None)
+        monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _index: 77))
+        provider = SimpleNamespace(run=self._run, again=launch.again)
+        for op in EVERY_OP.values():
+            op._entry._known._calls.clear()
+            monkeypatch.setattr(op, "_provider", lambda *_: provider)
+
+    def _run(self, *_: Any) -> None:
+        self.checked += 1
+
+    def _relaunch_of(self, _compiled: Any, _programs: int, _values: Any, pointers: dict[str, int], _count: int) -> Any:
+        self.parameters = pointers
+
+        def relaunch(addresses: tuple[int, ...], stream: int) -> bool:
+            self.launches.append((addresses, stream))
+            return True
+
+        return relaunch
+
+    def address(self, parameter: str) -> int:
+        """What a kernel's parameter got at the latest launch."""
+        return self.launches[-1][0][self.parameters[parameter]]
+
+    def knows(self, call: Callable[[], object]) -> bool:
+        """Whether a call was launched again, rather than checked."""
+        before = self.checked, len(self.launches)
+        call()
+        after = self.checked - before[0], len(self.launches) - before[1]
+        assert after in ((1, 0), (0, 1))
+        return after == (0, 1)
+
+
 @pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
-    """`launch.again` as on a GPU, and what it hands to the compiled kernel instead of launching it."""
-    handed: list[tuple[Any, ...]] = []
-    compiled = SimpleNamespace(run=lambda *args: handed.append(args), function=None, packed_metadata=None)
-    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named("sm_90")))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of torch.device("cpu")
-    monkeypatch.setattr(grids.prepare, "warmup", lambda *_args, **_kwargs: compiled)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _index: 0))
-    return launch.again, handed
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    yield Gpu(monkeypatch)
+    for op in EVERY_OP.values():
+        op._entry._known._calls.clear()
 
 
-def test_a_known_launch_takes_each_address_from_its_own_argument_though_once_two_were_one(again: Any) -> None:
-    launch_again_of, handed = again
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_known_call_takes_every_address_from_its_own_argument(op: str, gpu: Gpu) -> None:
+    call = FULL_CALLS[op]()
+    assert not gpu.knows(lambda: EVERY_OP[op](**call))
+    # Copies of all tensors, each shared by the arguments that shared it.
+    copies = {id(value): twin({"": value})[""] for value in call.values()}
+    other = {name: copies[id(value)] for name, value in call.items()}
+    assert gpu.knows(lambda: EVERY_OP[op](**other))
+    arguments, _ = EVERY_OP[op].resolve(**other)
+    if op == "indexer":
+        arguments = {name if name == "positions" else f"index_{name}": value for name, value in arguments.items()}
+    tensors = {name.removesuffix("_ptr") for name in gpu.parameters}
+    assert {name for name in arguments if isinstance(arguments[name], torch.Tensor)} == {
+        NAMES.get(tensor, tensor) for tensor in tensors
+    }
+    for tensor in tensors:
+        assert gpu.address(f"{tensor}_ptr") == arguments[NAMES.get(tensor, tensor)].data_ptr(), tensor
+    assert gpu.launches[-1][1] == 77
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_known_call_returns_what_a_checked_one_does(op: str, gpu: Gpu) -> None:
+    call = FULL_CALLS[op]()
+    first, second = EVERY_OP[op](**call), EVERY_OP[op](**call)
+    assert gpu.checked == 1
+    for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (first, second)), strict=True):
+        assert a is b
+
+
+def test_arguments_that_once_were_one_tensor_are_checked_again_when_they_are_two(gpu: Gpu) -> None:
     apart = qk_call(3, index_heads=3)
     apart |= {name: apart[name].long() for name in ("slot_mapping", "index_slot_mapping")}
-    shared = apart | {
-        name: apart[name.removeprefix("index_")] for name in ("index_slot_mapping", "index_cos_sin_cache")
-    }
-    arguments, config = EVERY_OP["qk"].resolve(**shared)
-    launch_again = launch_again_of(EVERY_OP["qk"].name, arguments, config, None)
-    other, _ = EVERY_OP["qk"].resolve(**apart)
-    names = [p.name for p in grids.prepare.params]
-    if launch_again(other):  # or it declines, and the call is checked in full
-        values = dict(zip(names, handed[0][-len(names) :], strict=True))
-        for name in ("slots", "table", "index_slots", "index_table"):
-            assert values[f"{name}_ptr"] == other[NAMES[name]].data_ptr(), name
+    pairs = {name: name.removeprefix("index_") for name in ("index_slot_mapping", "index_cos_sin_cache")}
+    shared = apart | {name: apart[other] for name, other in pairs.items()}
+    assert not gpu.knows(lambda: EVERY_OP["qk"](**shared))
+    assert gpu.knows(lambda: EVERY_OP["qk"](**shared))
+    assert not gpu.knows(lambda: EVERY_OP["qk"](**apart))
+    assert gpu.knows(lambda: EVERY_OP["qk"](**apart))
+    for name in ("slots", "table", "index_slots", "index_table"):
+        assert gpu.address(f"{name}_ptr") == apart[NAMES[name]].data_ptr(), name
+    assert gpu.knows(lambda: EVERY_OP["qk"](**shared))
 
 
-def test_a_known_call_of_no_tokens_still_makes_its_outputs(again: Any) -> None:
-    launch_again_of, handed = again
+def test_a_known_call_of_no_tokens_still_makes_its_outputs(gpu: Gpu) -> None:
     call = mla_call(0) | {"q_out": None}
-    arguments, config = EVERY_OP["mla"].resolve(**call)
-    known = dict(call, q_dtype=None)
-    assert launch_again_of(EVERY_OP["mla"].name, arguments, config, EVERY_OP["mla"]._allocate)(known)
-    assert known["q_out"].shape == arguments["q_out"].shape
-    assert not handed
+    first, second = (EVERY_OP["mla"](**call) for _ in range(2))
+    assert (gpu.checked, gpu.launches) == (1, [])
+    assert second.shape == first.shape
+    assert second is not first
 
 
-def test_outputs_that_interleave_with_an_input_must_do_so_as_they_did(again: Any) -> None:
-    launch_again_of, handed = again
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_known_call_makes_the_outputs_that_a_checked_one_makes(op: str, gpu: Gpu) -> None:
+    call = FULL_CALLS[op]()
+    call |= dict.fromkeys(EVERY_OP[op].output_names)
+    first, second = (EVERY_OP[op](**call) for _ in range(2))
+    assert (gpu.checked, len(gpu.launches)) == (1, 1)
+    for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (first, second)), strict=True):
+        assert a.data_ptr() != b.data_ptr()
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another dtype": lambda call: {"k_scale": call["k_scale"].double()},
+    "another shape": lambda call: {"positions": call["positions"][:2]},
+    "other strides": lambda call: {"kv_c": torch.zeros(3, 1024, dtype=call["kv_c"].dtype)[:, :512]},
+    "another alignment": lambda call: {"kv_c": torch.zeros(3, 521, dtype=call["kv_c"].dtype)[:, 1:513]},
+    "another device": lambda call: {"positions": call["positions"].to("meta")},
+    "another name": lambda _call: {"rounding": "fp32"},
+    "an argument less": lambda _call: {"q_out": None},
+    "an unhashable name": lambda _call: {"rope_style": ["interleaved"]},
+    "a gradient": lambda call: {"q_nope": call["q_nope"].clone().requires_grad_()},
+    "an input over an output": lambda call: {"q_nope": call["q_out"].as_strided(*_axes(call["q_nope"]))},
+    "no tensor": lambda _call: {"q_nope": None},
+}
+
+
+def _axes(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_call_that_looks_different_is_checked(
+    change: Callable[[dict[str, Any]], dict[str, Any]], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, call = EVERY_OP["mla"], mla_call(3, layout="fp8")
+    whole(**call)
+    assert gpu.knows(lambda: whole(**call))
+    resolved: list[object] = []
+    monkeypatch.setattr(whole, "_resolve", lambda arguments: resolved.append(arguments) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        whole(**call | change(call))
+    assert len(resolved) == len(gpu.launches) == 1
+
+
+def test_a_call_under_other_switches_is_checked(gpu: Gpu) -> None:
+    call = mla_call(3)
+    assert not gpu.knows(lambda: EVERY_OP["mla"](**call))
+    for _ in range(2):
+        with switches.override(provider="triton"):
+            first = gpu.knows(lambda: EVERY_OP["mla"](**call))
+        assert first is (gpu.checked == 2 and len(gpu.launches) == 1)
+    assert gpu.knows(lambda: EVERY_OP["mla"](**call))
+    assert gpu.checked == 2
+
+
+def test_a_call_in_inference_mode_is_checked_once(gpu: Gpu) -> None:
+    call = mla_call(3)
+    EVERY_OP["mla"](**call)
+    with torch.inference_mode():
+        fresh = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+        assert not gpu.knows(lambda: EVERY_OP["mla"](**fresh))
+        assert gpu.knows(lambda: EVERY_OP["mla"](**fresh))
+    assert gpu.knows(lambda: EVERY_OP["mla"](**call))
+
+
+def test_a_known_call_is_checked_on_another_current_device_and_under_a_profiler(gpu: Gpu) -> None:
+    call = mla_call(3)
+    EVERY_OP["mla"](**call)
+    assert gpu.knows(lambda: EVERY_OP["mla"](**call))
+    gpu.device = 1
+    assert not gpu.knows(lambda: EVERY_OP["mla"](**call))
+    gpu.device = None
+    gpu.hooks.append(print)
+    assert not gpu.knows(lambda: EVERY_OP["mla"](**call))
+    gpu.hooks.clear()
+    assert gpu.knows(lambda: EVERY_OP["mla"](**call))
+
+
+def test_outputs_that_interleave_with_an_input_must_do_so_as_they_did(gpu: Gpu) -> None:
     call = mla_call(3)
     buffer = torch.zeros(3, call["q_nope"].shape[1], 2048, dtype=torch.bfloat16)
-    apart = call | {"q_nope": buffer[..., :512], "q_out": buffer[..., 1024:1600]}
-    arguments, config = EVERY_OP["mla"].resolve(**apart)
-    launch_again = launch_again_of(EVERY_OP["mla"].name, arguments, config, None)
+    EVERY_OP["mla"](**call | {"q_nope": buffer[..., :512], "q_out": buffer[..., 1024:1600]})
     elsewhere = buffer.clone()
-    same = arguments | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 1024:1600]}
-    assert launch_again(same)
-    assert not launch_again(arguments | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 256:832]})
-    assert len(handed) == 1
+    same = call | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 1024:1600]}
+    assert gpu.knows(lambda: EVERY_OP["mla"](**same))
+    moved = call | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 512:1088]}
+    assert not gpu.knows(lambda: EVERY_OP["mla"](**moved))
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, so that calls are remembered."""
-
-    is_cuda = True
-
-
-def test_a_first_argument_without_axes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = mla_call(2)
-    with pytest.raises(ValueError, match=r"^q_nope: got shape"):
-        EVERY_OP["mla"](**call | {"q_nope": torch.zeros((), dtype=torch.bfloat16).as_subclass(OnGpu)})
+def test_a_scale_that_nothing_needs_may_lie_anywhere(gpu: Gpu) -> None:
+    call = mla_call(3, layout="plain") | {"q_scale": torch.ones(1)}
+    EVERY_OP["mla"](**call)
+    assert gpu.knows(lambda: EVERY_OP["mla"](**call | {"q_scale": torch.ones(3)[1:2]}))
 
 
-def test_a_call_known_without_gradients_is_checked_again_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    again_of = SimpleNamespace(run=lambda *_: None, again=lambda *_: lambda _: True)
-    monkeypatch.setattr(EVERY_OP["mla"], "_provider", lambda *_: again_of)
-    call = mla_call(2)
-    call["q_nope"] = call["q_nope"].as_subclass(OnGpu).requires_grad_()
-    with torch.no_grad():
+def test_addresses_that_passed_are_not_kept_without_bound(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(launch.Addresses, "_passed", passed := set())
+    calls = [mla_call(3) for _ in range(5)]
+    for call in calls:
         EVERY_OP["mla"](**call)
+        assert len(passed) <= 2
+    assert gpu.checked == 1
+
+
+def test_the_out_form_knows_calls_of_its_own(gpu: Gpu) -> None:
+    call = mla_call(3)
+    call.pop("q_dtype", None)
+    out_form = torch.ops.dsafuse.fused_qk_rope_concat_and_cache_mla
+    out_form(**call)
+    assert gpu.knows(lambda: out_form(**call))
+    with pytest.raises(ValueError, match=r"^q_out: got None, expected a tensor to write to"):
+        out_form(**call | {"q_out": None})
+
+
+def test_a_first_argument_without_axes_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^q_nope: got shape"):
+        EVERY_OP["mla"](**mla_call(2) | {"q_nope": torch.zeros((), dtype=torch.bfloat16)})
+
+
+def test_a_call_known_without_gradients_is_checked_again_with_them(gpu: Gpu) -> None:
+    call = mla_call(2)
+    call["q_nope"] = call["q_nope"].clone().requires_grad_()
+    with torch.no_grad():
+        assert not gpu.knows(lambda: EVERY_OP["mla"](**call))
+        assert gpu.knows(lambda: EVERY_OP["mla"](**call))
     with pytest.raises(ValueError, match=r"^q_nope: got a tensor that requires grad"):
         EVERY_OP["mla"](**call)

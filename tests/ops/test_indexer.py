@@ -138,6 +138,15 @@ def test_fp32_scales_of_zero_rows_are_the_floor_over_the_maximum(floor: str) -> 
     assert got == float(torch.tensor(value) / 448)
 
 
+@pytest.mark.parametrize("provider", ["oracle", "split", "interpreter"])
+@pytest.mark.parametrize(("rounding", "scale"), [("split", 2.0**-42), ("fp32", 2.0**-22)])
+def test_the_floor_of_a_query_is_that_of_the_writers_who_round_so(rounding: str, scale: float, provider: str) -> None:
+    call = indexer_call(1, 1, rounding=rounding, weights_scale=1.0)
+    call["q"].zero_()
+    call["weights"] = torch.ones(1, 1)
+    assert float(run("indexer", provider, call)["weights_out"][0, 0]) == scale
+
+
 def test_the_fold_multiplies_by_the_head_scale_first() -> None:
     call = indexer_call(6, 7, scale_rule="fp32", weights_scale=0.3)
     done = run("indexer", "oracle", call)

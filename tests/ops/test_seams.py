@@ -117,6 +117,36 @@ def test_prepare_queries_gives_the_queries_of_prepare_qk(provider: str) -> None:
 
 
 @PROVIDERS
+@pytest.mark.parametrize("rounding", ["split", "fp32"])
+@pytest.mark.parametrize("activation", [BF16, FP32], ids=str)
+def test_without_q_nope_a_query_is_its_rotary_part(activation: torch.dtype, rounding: str, provider: str) -> None:
+    call = queries_call(4, 5, index_heads=3, activation=activation, rounding=rounding, seed=9)
+    want = run("queries", provider, call)
+    alone = guarded((4, 7, 64), activation, (7 * 72, 72, 1))
+    alone_call = call | {"q_nope": None, "q_out": alone}
+    got = run("queries", provider, alone_call)
+    for name in ("index_q_out", "index_weights_out"):
+        assert torch.equal(storage_bytes(got[name]), storage_bytes(want[name]))
+    expected = twin(alone_call)["q_out"]
+    expected[:, :5] = want["q_out"][:, :5, 512:]
+    assert torch.equal(storage_bytes(got["q_out"]), storage_bytes(expected))
+    allocated = EVERY_OP["queries"].with_provider(provider)(**call | {"q_nope": None, "q_out": None})[0]
+    assert allocated.shape == (4, 5, 64)
+    assert torch.equal(allocated, want["q_out"][:, :5, 512:])
+
+
+def test_a_rotary_part_alone_is_not_quantised() -> None:
+    call = queries_call(2, 2) | {"q_nope": None, "q_out": None, "q_dtype": FN}
+    with pytest.raises(TypeError, match=r"^q_dtype: got torch.float8_e4m3fn, expected torch.bfloat16 without q_nope"):
+        EVERY_OP["queries"](**call)
+
+
+def test_only_prepare_queries_does_without_q_nope() -> None:
+    with pytest.raises(TypeError, match=r"^q_nope: got NoneType, expected a torch.Tensor"):
+        EVERY_OP["qk"](**qk_call(2, 2) | {"q_nope": None})
+
+
+@PROVIDERS
 @pytest.mark.parametrize("layout", ["plain", "fp8", "fp8_ds_mla"])
 def test_prepare_latents_caches_what_the_fusions_cache_of_normed_latents(layout: str, provider: str) -> None:
     latents = latents_call(4, 1, layout=layout, seed=8)

@@ -75,6 +75,7 @@ class Case:
 
     heads: int = _of(16, "latent_q")
     query: str = _of("activation", "latent_q")
+    """activation; fp8; rope: the rotary part alone, without q_nope."""
     key_rank: int = _of(2, "latent_kv")
     """Axes of k_pe: [tokens, 64] or [tokens, 1, 64]."""
     rope_style: str = _of("interleaved", "latent_q", "latent_kv")
@@ -150,8 +151,9 @@ class Case:
             if key not in known:
                 raise ValueError(f"case: got field {key!r}, expected one of {', '.join(known)}")
             if key in CHOICES:
-                if value not in CHOICES[key]:
-                    raise ValueError(f"case: got {key}={value}, expected one of {', '.join(CHOICES[key])}")
+                choices = choices_of(op)[key]
+                if value not in choices:
+                    raise ValueError(f"case: got {key}={value}, expected one of {', '.join(choices)}")
                 values[key] = value
             else:
                 low, high = COUNTS[key]
@@ -174,6 +176,11 @@ def has_index_switch(op: str) -> bool:
     return bool({"latent_q", "latent_kv"} & ROLES[op]) and bool({"index_q", "index_k"} & ROLES[op])
 
 
+def choices_of(op: str) -> dict[str, tuple[str, ...]]:
+    """CHOICES, without the value that `op` does not know: only one op has a query without q_nope."""
+    return CHOICES if op == PREPARE_QUERIES else {**CHOICES, "query": CHOICES["query"][:2]}
+
+
 def fields_of(op: str, roles: frozenset[str] | None = None) -> tuple[str, ...]:
     """The fields that shape a call of `op`, or of some roles of it."""
     roles = ROLES[op] if roles is None else roles
@@ -192,7 +199,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "values": ("normal", "magnitudes", "ties", "special"),
     "capacity": ("snug", "huge"),
     "index": ("present", "absent"),
-    "query": ("activation", "fp8"),
+    "query": ("activation", "fp8", "rope"),
     "rope_style": ("interleaved", "neox"),
     "table": ("fp32", "bf16", "fp16"),
     "scale": ("ordinary", "power", "zero", "nan", "inf", "negative"),

@@ -254,9 +254,9 @@ def _elements(launch: Any) -> int:
     p = launch.parameters
     if "Q_WIDTH" in p:
         return int(
-            QUERY_DIM * (p["LATENT_KV"] + (p["BLOCK_HEADS"] if p["HEADS"] else 0))
+            QUERY_DIM * (p["LATENT_ROWS"] + (p["BLOCK_HEADS"] if p["HEADS"] else 0))
             + INDEX_DIM * (p["INDEX_ROWS"] + (p["INDEX_BLOCK_HEADS"] if p["INDEX_HEADS"] else 0))
-            + p["NORM_Q"] * (p["Q_WIDTH"] + p["TOPK"])
+            + p["NORM_ROWS"] * (p["Q_WIDTH"] + p["TOPK"])
         )
     sizes: list[int] = [
         value.numel()

@@ -55,7 +55,12 @@ def case_seed(case: Case, seed: int) -> int:
 
 def query_dtype(case: Case) -> torch.dtype:
     """What the case's MLA query is stored in."""
-    return DTYPES[case.activation if case.query == "activation" else case.fp8]
+    return DTYPES[case.fp8 if case.query == "fp8" else case.activation]
+
+
+def query_width(case: Case) -> int:
+    """Dims of a head of the case's MLA query."""
+    return ROPE_DIM if case.query == "rope" else QUERY_DIM
 
 
 def draw_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
@@ -95,7 +100,7 @@ def _latent_q(case: Case, draw: Draw, memory: Memory) -> dict[str, Any]:
     if case.strides == "broadcast":
         q_nope, q_pe = (part.expand(tokens, heads, -1) for part in (q_nope, q_pe))
     scale = torch.tensor([SCALES[case.scale]], device=memory.device)
-    return {"q_nope": q_nope, "q_pe": q_pe, "q_scale": _put(memory, "q_scale", scale)}
+    return {"q_nope": None if case.query == "rope" else q_nope, "q_pe": q_pe, "q_scale": _put(memory, "q_scale", scale)}
 
 
 def _latent_kv(case: Case, draw: Draw, memory: Memory) -> dict[str, Any]:
@@ -170,7 +175,7 @@ def blank_outputs(case: Case, seed: int, device: torch.device) -> Outputs:
     arguments: dict[str, Any] = {cache.name: blank_cache(memory, case, cache) for cache in caches_of(case)}
     tokens, activation, prefix = case.tokens, DTYPES[case.activation], OPS[case.op].index_prefix
     if "latent_q" in case.roles:
-        arguments["q_out"] = output(memory, case, "q_out", (tokens, case.heads, QUERY_DIM), query_dtype(case))
+        arguments["q_out"] = output(memory, case, "q_out", (tokens, case.heads, query_width(case)), query_dtype(case))
         # Said twice where q_out says it, too; an op that allocates has nothing else to know it from.
         arguments["q_dtype"] = query_dtype(case)
     if "index_q" in case.roles:

@@ -95,7 +95,8 @@ def _saturated(x: torch.Tensor, scale: torch.Tensor | None, fp8: str) -> torch.T
 def _mla_query(case: Case, a: dict[str, Any], q_out: torch.Tensor, part: slice) -> Pair:
     scale = a["q_scale"] if case.query == "fp8" else None
     rope = rotated(a["q_pe"][part], _angles(Named(a), part), case.rope_style)
-    exact = _saturated(torch.cat([a["q_nope"][part].double(), rope], -1), scale, case.fp8)
+    whole = rope if a["q_nope"] is None else torch.cat([a["q_nope"][part].double(), rope], -1)
+    exact = _saturated(whole, scale, case.fp8)
     got = q_out[part, : case.heads].double()
     return got if scale is None else got * scale.double(), exact
 

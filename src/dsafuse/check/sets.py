@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsafuse.check.cases import (
-    CHOICES,
     DTYPES,
     INDEXER,
     MLA,
@@ -15,6 +14,7 @@ from dsafuse.check.cases import (
     PREPARE_QUERIES,
     ROLES,
     Case,
+    choices_of,
     fields_of,
     has_index_switch,
 )
@@ -44,13 +44,14 @@ _PAGES = (("flat", 1), ("flat", 16), ("flat", 64), ("flat", 128), ("tiled16", 16
 def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
     """The axes whose pairs a set covers: what the op's roles have, and what the target admits."""
     sizes = _ORIGINAL if op in (MLA, INDEXER) else _COMPOSED
-    formats = tuple(name for name in CHOICES["fp8"] if DTYPES[name] in target.fp8)
+    choices = choices_of(op)
+    formats = tuple(name for name in choices["fp8"] if DTYPES[name] in target.fp8)
     covered: dict[str, tuple[Any, ...]] = {
         **sizes[which],
         "block_size": _BLOCK_SIZES,
         "key_rank": (2, 3),
         "q_width": (1536, 96, 2048),
-        **CHOICES,
+        **choices,
         "fp8": formats or ("e4m3fn",),
     }
     if sizes is _COMPOSED:

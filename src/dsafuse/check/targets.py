@@ -1,4 +1,4 @@
-"""A run against a table of targets: what holds, what misses, and what was not measured."""
+"""A run against a table of targets: what holds, what misses, what is argued, and what was not measured."""
 
 from __future__ import annotations
 
@@ -34,20 +34,31 @@ class Target:
     """The other arm of a speedup."""
     parts: tuple[str, ...] = ()
     """The ops that do the same one after the other, for speedup_over_parts."""
+    held_to: float | None = None
+    """What a run must reach all the same where the bound can't be had; between the two a cell is argued."""
+    argued: str | None = None
+    """Where it is shown by measurement that the bound can't be had: a page of docs and its heading, page.md#heading."""
 
     @property
     def bound(self) -> str:
         """As a sentence has it."""
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
-    def holds(self, value: float) -> bool:
-        """Whether a value is within the bound."""
-        return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
+    def state(self, value: float) -> str:
+        """holds, argued or misses."""
+        if self._within(value, self.at_most if self.at_least is None else self.at_least):
+            return "holds"
+        return "argued" if self._within(value, self.held_to) else "misses"
+
+    def _within(self, value: float, bound: float | None) -> bool:
+        return bound is not None and (value <= bound if self.at_least is None else value >= bound)
 
     def __str__(self) -> str:
         against = f" over {self.over}" if self.over else f" over {' + '.join(self.parts)}" if self.parts else ""
         first, last = self.tokens
-        return f"{self.op} {self.heads} T={first}..{last} {self.l2}, {self.arm}: {self.metric}{against} {self.bound}"
+        held = "" if self.held_to is None else f" (held to {self.held_to:g}, {self.argued})"
+        cells = f"{self.op} {self.heads} T={first}..{last} {self.l2}, {self.arm}"
+        return f"{cells}: {self.metric}{against} {self.bound}{held}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +71,8 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """holds, misses, or not measured."""
-        if self.value is None:
-            return "not measured"
-        return "holds" if self.target.holds(self.value) else "misses"
+        """holds, argued, misses, or not measured."""
+        return "not measured" if self.value is None else self.target.state(self.value)
 
     def __str__(self) -> str:
         got = "" if self.value is None else f" {self.value:.3g},"
@@ -97,6 +106,10 @@ def _target(path: Path, number: int, entry: dict[str, object]) -> Target:
             raise ValueError(f"{where}: got {key}={getattr(target, key)!r}, expected one of {', '.join(allowed)}")
     if (target.at_most is None) == (target.at_least is None):
         raise ValueError(f"{where}: expected one of at_most and at_least")
+    if (target.held_to is None) != (target.argued is None):
+        raise ValueError(f"{where}: expected held_to and argued together")
+    if target.held_to is not None and target.state(target.held_to) == "holds":
+        raise ValueError(f"{where}: got held_to={target.held_to:g}, expected what misses {target.bound}")
     if len(target.tokens) != 2:
         raise ValueError(f"{where}: got tokens={target.tokens}, expected the first and the last")
     if target.metric in ("speedup", "eager_speedup") and target.over not in arm_names():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsafuse.check.caches import caches_of
 from dsafuse.check.cases import DTYPES, Case
-from dsafuse.check.inputs import TOPK_WIDTHS, query_dtype
+from dsafuse.check.inputs import TOPK_WIDTHS, query_dtype, query_width
 from dsafuse.layouts import INDEX_DIM, LATENT_DIM, QUERY_DIM, ROPE_DIM
 
 
@@ -19,7 +19,7 @@ def bytes_moved(case: Case) -> int:
     for cache in caches_of(case):
         token += cache.slots.itemsize + cache.layout.row_bytes(DTYPES[case.activation])
     if "latent_q" in roles:
-        token += QUERY_DIM * case.heads * (activation + query_dtype(case).itemsize)
+        token += query_width(case) * case.heads * (activation + query_dtype(case).itemsize)
     if "latent_kv" in roles:
         token += QUERY_DIM * activation
         if case.normed and case.key_outs == "given":

@@ -120,12 +120,15 @@ def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[s
         output.say(f"UNPROVEN {entry}")
     for finding in missed:
         output.say(f"MISSED {finding}")
+    for finding in findings:
+        if finding.state == "argued":
+            output.say(f"ARGUED {finding}")
     for text in not_measured(findings):
         output.say(f"NOT MEASURED {text}")
     if targets:
         states = [finding.state for finding in findings]
-        held, unknown = states.count("holds"), states.count("not measured")
-        output.say(f"targets by cell: {held} hold, {len(missed)} missed, {unknown} not measured")
+        held, argued, unknown = (states.count(state) for state in ("holds", "argued", "not measured"))
+        output.say(f"targets by cell: {held} hold, {argued} argued, {len(missed)} missed, {unknown} not measured")
     return bool(missed)
 
 

@@ -30,10 +30,14 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document, and nothing else, on standard output. NaN and infinity become null."""
-    text = json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
+    """One JSON document, and nothing else, on standard output."""
     with refusing(STDOUT):
-        typer.echo(text)
+        typer.echo(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """A JSON document. NaN and infinity become null."""
+    return json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -9,8 +10,9 @@ import typer
 
 from dsafuse.check import verify as checks
 from dsafuse.check.cases import Case
+from dsafuse.check.environment import environment
 from dsafuse.check.sets import SETS
-from dsafuse.cli import output
+from dsafuse.cli import files, output
 from dsafuse.cli.arguments import Ops, device_named, one_of, op_names
 from dsafuse.dispatch import PROVIDERS
 
@@ -25,6 +27,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of all inputs.")] = 0,
     provider: Annotated[str | None, typer.Option(help="Only this one; default: all that accept.")] = None,
     case: Annotated[str | None, typer.Option(help="Only this case, by the name that a failure prints.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write what --json prints to this file, too.")] = None,
     json: output.Json = False,
 ) -> None:
     """Run every provider against the oracle, and compare bytes: outputs, caches, and all that was not to change."""
@@ -34,23 +37,27 @@ def verify(
         output.refuse(f"--seed: got {seed}, expected an integer from 0 to {MAX_SEED}")
     if provider is not None:
         one_of("--provider", provider, PROVIDERS)
+    files.check_writable("--out", out)
     selected = checks.plan(names, cases, where) if case is None else _named(names, case, op)
     results = _run(selected, None if provider is None else [provider], seed, where)
     summaries = checks.summarise(results)
     failed = [result for result in results if result.status == "failed"]
     idle = provider is not None and all(result.status == "declined" for result in results)
     ok = not idle and all(summary.ok for summary in summaries)
+    record = {
+        "ok": ok,
+        "device": str(where),
+        "cases": cases if case is None else case,
+        "seed": seed,
+        "environment": environment(),
+        "summary": [_record(summary) for summary in summaries],
+        "failures": [result.record() for result in failed],
+    }
+    if out is not None:
+        with output.refusing(f"--out: {out}"):
+            out.write_text(output.to_json(record) + "\n", encoding="utf-8")
     if json:
-        output.print_json(
-            {
-                "ok": ok,
-                "device": str(where),
-                "cases": cases if case is None else case,
-                "seed": seed,
-                "summary": [_record(summary) for summary in summaries],
-                "failures": [result.record() for result in failed],
-            }
-        )
+        output.print_json(record)
     else:
         _print(summaries, failed)
         if idle:

@@ -6,13 +6,13 @@ import triton.language as tl
 from dsafuse.kernels.grids import kernel, wait_for_inputs
 from dsafuse.kernels.roles import (
     INDEX_Q_FLOOR,
+    INDEX_Q_FLOOR_FP32,
     LATENT,
     ROPE,
-    latent_columns,
     layer_norm,
     norm_q,
     store_index_rows,
-    store_latent_row,
+    store_latent_rows,
 )
 from dsafuse.kernels.tiles import (
     load_angles,
@@ -168,28 +168,28 @@ def write_latent(
 ):
     """kv_cache[slot] = quantise(concat(kv_c, k_rot))."""
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    x1, x2 = load_pairs(k_rot_ptr, token * ROPE + tl.arange(0, 1)[:, None], None, NEOX, 16)
-    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + latent_columns(LAYOUT), None, ALIGN)
-    if live:
-        store_latent_row(
-            latent,
-            x1.to(tl.float32),
-            x2.to(tl.float32),
-            slot,
-            cache_ptr,
-            cache_stride_block,
-            cache_stride_row,
-            k_scale_ptr,
-            BLOCK_SIZE,
-            LAYOUT,
-            NEOX,
-            FP8,
-            FP8_MAX,
-            SIGNED_NAN,
-            CACHE_ALIGN,
-        )
+    x1, x2 = load_pairs(k_rot_ptr, token * ROPE, None, NEOX, 16)
+    latent = load_row_tile(kv_c_ptr, token * kv_c_stride + tl.arange(0, LATENT)[None, :], None, ALIGN)
+    store_latent_rows(
+        latent,
+        x1.to(tl.float32),
+        x2.to(tl.float32),
+        slot,
+        live,
+        cache_ptr,
+        cache_stride_block,
+        cache_stride_row,
+        k_scale_ptr,
+        BLOCK_SIZE,
+        LAYOUT,
+        NEOX,
+        FP8,
+        FP8_MAX,
+        SIGNED_NAN,
+        CACHE_ALIGN,
+    )
 
 
 @kernel
@@ -234,6 +234,7 @@ def quantise_index_query(
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
+    ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -251,7 +252,7 @@ def quantise_index_query(
         x2.to(tl.float32),
         y1.to(tl.float32),
         y2.to(tl.float32),
-        INDEX_Q_FLOOR,
+        INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32,
         UE8M0,
         FP8,
         FP8_MAX,
@@ -344,6 +345,6 @@ def normalise(
 ):
     """out = rms_norm(x), a row for each program."""
     wait_for_inputs(PDL)
-    norm_q(
-        tl.program_id(0).to(tl.int64), x_ptr, x_stride, weight_ptr, eps, out_ptr, out_stride, None, 0, WIDTH, 0, ALIGN
-    )
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
+    tokens = tl.num_programs(0)
+    norm_q(token, tokens, x_ptr, x_stride, weight_ptr, eps, out_ptr, out_stride, None, 0, WIDTH, 0, ALIGN)

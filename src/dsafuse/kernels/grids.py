@@ -22,12 +22,25 @@ def kernel(fn):
 def wait_for_inputs(PDL: tl.constexpr):
     """Under programmatic dependent launch: wait for the grid before this one, then let the next one start.
 
+    What a program can do without memory comes before it, and takes no time then.
     Every program waits first, those that return early included: one that had not would let a later grid run
     before an earlier one's writes are visible.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def programs_of(tokens, ROWS: tl.constexpr):
+    """How many programs of ROWS tokens take care of some tokens; none where ROWS is 0."""
+    return (tokens + ROWS - 1) // ROWS if ROWS else 0
+
+
+@triton.jit
+def rows_at(first, ROWS: tl.constexpr):
+    """The tokens [ROWS, 1] from `first` on."""
+    return (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
 
 
 @kernel
@@ -104,9 +117,10 @@ def prepare(
     index_slot_count: tl.int32,
     index_capacity: tl.int32,
     # which roles there are, and how they are cut
+    GROUP: tl.constexpr,
     INDEX_ROWS: tl.constexpr,
-    LATENT_KV: tl.constexpr,
-    NORM_Q: tl.constexpr,
+    LATENT_ROWS: tl.constexpr,
+    NORM_ROWS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
     INDEX_BLOCK_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -132,39 +146,37 @@ def prepare(
     INDEX_CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: for each group of tokens one program for all their indexer keys, then the programs of each token:
-    one for each latent row, one for each block of heads. Without indexer keys a group is one token.
+    """Grid: for each GROUP of tokens the programs of its indexer keys, its latent rows, its q_c rows, its indexer heads
+    and its heads, in this order. GROUP = 0: all tokens are one group.
 
-    The GPU starts a program in 1.2 ns (H200), which is what a prefill of lone key rows would cost.
+    *_ROWS: tokens of one program of a role, a power of two that divides GROUP; 0 for a role that the op lacks. The GPU
+    starts a program in 1.2 ns (H200), which is what a prefill of lone rows would cost.
     """
+    span = GROUP if GROUP else tokens
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    INDEX_BLOCKS: tl.constexpr = (INDEX_HEADS + INDEX_BLOCK_HEADS - 1) // INDEX_BLOCK_HEADS
+    first_latent = programs_of(span, INDEX_ROWS)
+    first_norm = first_latent + programs_of(span, LATENT_ROWS)
+    first_index_q = first_norm + programs_of(span, NORM_ROWS)
+    first_latent_q = first_index_q + span * INDEX_BLOCKS
+    work = tl.program_id(0)
+    first = 0
+    if GROUP:
+        programs = first_latent_q + span * HEAD_BLOCKS
+        first = work // programs * GROUP
+        work = work % programs
     wait_for_inputs(PDL)
-    GROUP: tl.constexpr = INDEX_ROWS if INDEX_ROWS else 1
-    KEYS: tl.constexpr = 1 if INDEX_ROWS else 0
-    FIRST_NORM_Q: tl.constexpr = LATENT_KV
-    FIRST_INDEX_Q: tl.constexpr = FIRST_NORM_Q + NORM_Q
-    FIRST_LATENT_Q: tl.constexpr = FIRST_INDEX_Q + (INDEX_HEADS + INDEX_BLOCK_HEADS - 1) // INDEX_BLOCK_HEADS
-    PARTS: tl.constexpr = FIRST_LATENT_Q + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    program = tl.program_id(0)
-    group = program // (KEYS + GROUP * PARTS)
-    work = program % (KEYS + GROUP * PARTS) - KEYS  # -1: the group's keys
-    first = group * GROUP
-    if GROUP > 1:
-        behind = tl.maximum(work, 0) // PARTS
-        if first + behind >= tokens:
-            return
-        part = tl.where(work < 0, -1, work % PARTS)
-        token = (first + behind).to(tl.int64)
-    else:
-        part = work
-        token = first.to(tl.int64)
     # From the last role to the first, each with an end of its own, and bounds alone: then a compiler sees a tree, and
     # reads a role's arguments inside its branch. Branches that joined again, or tests for one part, kept all of
     # prepare_qk's 90 words of arguments in scalar registers on gfx942 and gfx950, and spilled some.
     if HEADS:
-        if part >= FIRST_LATENT_Q:
+        if work >= first_latent_q:
+            token = (first + (work - first_latent_q) // HEAD_BLOCKS).to(tl.int64)
+            if token >= tokens:
+                return
             latent_q(
                 token,
-                part - FIRST_LATENT_Q,
+                (work - first_latent_q) % HEAD_BLOCKS,
                 q_nope_ptr,
                 q_nope_stride_token,
                 q_nope_stride_head,
@@ -191,10 +203,13 @@ def prepare(
             )
             return
     if INDEX_HEADS:
-        if part >= FIRST_INDEX_Q:
+        if work >= first_index_q:
+            token = (first + (work - first_index_q) // INDEX_BLOCKS).to(tl.int64)
+            if token >= tokens:
+                return
             index_q(
                 token,
-                part - FIRST_INDEX_Q,
+                (work - first_index_q) % INDEX_BLOCKS,
                 index_q_ptr,
                 index_q_stride_token,
                 index_q_stride_head,
@@ -221,10 +236,11 @@ def prepare(
                 ALIGN,
             )
             return
-    if NORM_Q:
-        if part >= FIRST_NORM_Q:
+    if NORM_ROWS:
+        if work >= first_norm:
             norm_q(
-                token,
+                rows_at(first + (work - first_norm) * NORM_ROWS, NORM_ROWS),
+                tokens,
                 q_c_ptr,
                 q_c_stride,
                 q_norm_weight_ptr,
@@ -238,10 +254,11 @@ def prepare(
                 ALIGN,
             )
             return
-    if LATENT_KV:
-        if part >= 0:
+    if LATENT_ROWS:
+        if work >= first_latent:
             latent_kv(
-                token,
+                rows_at(first + (work - first_latent) * LATENT_ROWS, LATENT_ROWS),
+                tokens,
                 kv_c_ptr,
                 kv_c_stride,
                 k_pe_ptr,
@@ -277,7 +294,7 @@ def prepare(
             return
     if INDEX_ROWS:
         index_k(
-            (first + tl.arange(0, INDEX_ROWS)[:, None]).to(tl.int64),
+            rows_at(first + work * INDEX_ROWS, INDEX_ROWS),
             tokens,
             index_k_ptr,
             index_k_stride,

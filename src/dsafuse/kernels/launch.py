@@ -7,21 +7,22 @@ compiled; the groups of the roles that it has are read off the arguments.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from operator import itemgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dsafuse.dispatch import OpConfig, unsupported_format
+from dsafuse.kernels.relaunch import relaunch_of
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import FP8_FORMATS, RopeStyle, Rounding, ScaleRule
 from dsafuse.ops.arguments import span_bytes
-from dsafuse.ops.config import Config
+from dsafuse.ops.config import Config, IndexQ, LatentQ
 from dsafuse.ops.resolve import Named
 from dsafuse.registry import OPS, Arguments
 from dsafuse.target import Target
@@ -29,29 +30,67 @@ from dsafuse.target import Target
 VECTOR_BYTES = 16
 """The widest access of a thread; a row that starts at a multiple of it is read and written in such pieces."""
 
+MOST_ADDRESSES = 16_384
+"""Sets of addresses kept, at up to 1 KB each: 78 layers at some 200 token counts."""
+
+# What torch.cuda.current_device calls, once it has made sure that CUDA is initialised.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How a grid is cut: query heads of one program of each query role, indexer keys of one program, its threads."""
+    """How a grid is cut: query heads of one program of a query role, tokens of one of each other role, its threads."""
 
     block_heads: int
+    rope_block_heads: int
+    """Where the query is its rotary part alone."""
     index_block_heads: int
     index_rows: int
+    latent_rows: int
+    norm_rows: int
+    group: int
+    """Tokens whose programs stand together in the grid; 0: role after role, over all tokens."""
     threads: int
+    latent_threads: int
+    """Where attention heads and latent rows without a norm are all that there is."""
 
 
-# Measured on an H200 at 1 to 8,192 tokens (benchmarks/results): a program has to move 6 KB or more, since the GPU
-# starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads.
-PLANS: dict[str, LaunchPlan] = {
-    "nvidia": LaunchPlan(block_heads=4, index_block_heads=16, index_rows=4, threads=64),
+ANY = sys.maxsize
+
+# Each plan serves up to so many tokens. Measured on an H200 (docs/performance.md): a program has to move 6 KB or more,
+# since the GPU starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads. Few tokens: a row of its own for each
+# program is the shortest chain, all indexer keys first, since theirs is the longest, and 4 warps take heads of
+# attention alone 4 to 7 % faster. Many: two rows halve the programs of prepare_latents, and groups of four tokens keep
+# what is read and written at a time near each other.
+_FEW = LaunchPlan(
+    block_heads=4,
+    rope_block_heads=32,
+    index_block_heads=16,
+    index_rows=4,
+    latent_rows=1,
+    norm_rows=1,
+    group=0,
+    threads=64,
+    latent_threads=128,
+)
+PLANS: dict[str, tuple[tuple[int, LaunchPlan], ...]] = {
+    "nvidia": ((256, _FEW), (ANY, replace(_FEW, latent_rows=2, norm_rows=2, group=4, latent_threads=64))),
     # Not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
     # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128
     # threads indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64
     # rotary dims.
-    "amd": LaunchPlan(block_heads=8, index_block_heads=16, index_rows=4, threads=64),
-    # Interpreted programs cost by the program, not by the element.
-    "cpu": LaunchPlan(block_heads=16, index_block_heads=16, index_rows=4, threads=32),
+    "amd": ((ANY, replace(_FEW, block_heads=8, group=4, latent_threads=64)),),
+    # Interpreted programs cost by the program, not by the element. Two cuts, so that what is proven here is both.
+    "cpu": (
+        (2, replace(_FEW, block_heads=16, threads=32, latent_threads=32)),
+        (ANY, replace(_FEW, block_heads=16, latent_rows=4, norm_rows=2, group=4, threads=32, latent_threads=32)),
+    ),
 }
+
+
+def plan_of(target: Target, tokens: int) -> LaunchPlan:
+    """The plan of a target for a number of tokens."""
+    return next(plan for most, plan in PLANS[target.vendor] if tokens <= most)
 
 
 def why_not(config: OpConfig, target: Target) -> str | None:
@@ -75,32 +114,32 @@ def run(op: str, arguments: Arguments, config: Config) -> None:
     launch(op, arguments, config, grids)
 
 
-def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType) -> None:
-    """Launch from a module of kernels: the compiled ones, or their interpreted twins."""
+def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType, plan: LaunchPlan | None = None) -> None:
+    """Launch from a module of kernels, the compiled ones or their interpreted twins; by the tokens' plan or another."""
     positions = arguments["positions"]
     if not len(positions):
         return
     target = Target.of(positions.device)
+    plan = plan or plan_of(target, len(positions))
     with on_device_of(positions):
-        grids.prepare[grid_of(arguments, config, target)](
+        grids.prepare[grid_of(arguments, config, plan)](
             *runtime_arguments(op, arguments, config),
-            **constants_of(config, target),
+            **constants_of(config, target, plan),
             **alignments(op, arguments, config),
-            **launch_options(target),
+            **launch_options(target, threads_of(config, plan)),
         )
 
 
-def again(
-    op: str, arguments: Arguments, config: Config, allocate: Callable[[Arguments], None] | None
-) -> Callable[[Arguments], bool]:
-    """A function that launches once more for arguments that differ from these in addresses alone.
+def again(op: str, arguments: Arguments, config: Config, places: dict[str, int]) -> Callable[[tuple[int, ...]], bool]:
+    """A function that launches once more for tensors that differ from these in addresses alone.
 
     It returns False, and has launched nothing, where the addresses need a look: another alignment, memory that an
     output shares, another current device, or a profiler's hooks.
 
     Args:
         op, arguments, config: of a call that was checked and has run.
-        allocate: makes the outputs that the caller does not give; None if they are given.
+        places: of each tensor argument among the addresses that the function takes. Arguments that were one tensor
+            have one place.
     """
     from triton.runtime import driver
 
@@ -108,35 +147,27 @@ def again(
 
     positions = arguments["positions"]
     if not len(positions):
-        return lambda given: allocate is None or allocate(given) is None
+        return lambda _: True
     device, target = positions.device, Target.of(positions.device)
-    # One tensor may be two arguments today and not tomorrow: aliases tell the kernel's places apart.
-    own = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    runtime = runtime_arguments(op, own, config)
-    constants = {**constants_of(config, target), **alignments(op, arguments, config)}
-    programs = grid_of(arguments, config, target)[0]
-    compiled = grids.prepare.warmup(*runtime, grid=(programs,), **constants, **launch_options(target))
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    template = [*runtime, *(constants[name] for name in grids.prepare.arg_names[len(runtime) :])]
-    places = [i for i, value in enumerate(runtime) if isinstance(value, torch.Tensor)]
-    names = {id(value): name for name, value in own.items() if isinstance(value, torch.Tensor)}
-    tensors_of = itemgetter(*(names[id(runtime[i])] for i in places))
-    fit = Addresses(op, arguments, config).fit
-    current_device, current_stream, hooks = torch.cuda.current_device, driver.active.get_current_stream, launch_hooks()
+    runtime = runtime_arguments(op, arguments, config)
+    plan = plan_of(target, len(positions))
+    constants = {**constants_of(config, target, plan), **alignments(op, arguments, config)}
+    programs = grid_of(arguments, config, plan)[0]
+    compiled = grids.prepare.warmup(
+        *runtime, grid=(programs,), **constants, **launch_options(target, threads_of(config, plan))
+    )
+    tensors = {name: arguments[name] for name in places if arguments[name] is not None}
+    place_of = {id(tensor): places[name] for name, tensor in tensors.items()}
+    values = {**dict(zip(grids.prepare.arg_names, runtime)), **constants}
+    pointers = {name: place_of[id(value)] for name, value in values.items() if isinstance(value, torch.Tensor)}
+    relaunch = relaunch_of(compiled, programs, values, pointers, 1 + max(places.values()))
+    fit = Addresses(tensors, places, OPS[op].own_memory).fit
+    index, stream_of, hooks = device.index, driver.active.get_current_stream, launch_hooks()
 
-    def launch_again(given: Arguments) -> bool:
-        if current_device() != device.index or hooks:
+    def launch_again(addresses: tuple[int, ...]) -> bool:
+        if current_device() != index or hooks or not fit(addresses):
             return False
-        if allocate is not None:
-            allocate(given)
-        pointers = [tensor.data_ptr() for tensor in tensors_of(given)]
-        if not fit(pointers, given):
-            return False
-        values = template.copy()
-        for place, pointer in zip(places, pointers):
-            values[place] = pointer
-        run(programs, 1, 1, current_stream(device.index), function, packed, None, None, None, *values)
-        return True
+        return relaunch(addresses, stream_of(index))
 
     return launch_again
 
@@ -152,49 +183,60 @@ def launch_hooks() -> list[Any]:
 class Addresses:
     """What the addresses of a call's tensors must satisfy, for the variant that was compiled for it.
 
-    The last addresses that passed are kept: an engine's buffers come back at every step.
+    Args:
+        tensors: of the call that was compiled for, by name.
+        places: of each among the addresses; one tensor under two names has one.
+        own_memory: names of the tensors that may share no byte with another.
     """
 
-    def __init__(self, op: str, arguments: Arguments, config: Config) -> None:
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-        self._low_bits = {name: value.data_ptr() % VECTOR_BYTES for name, value in tensors.items()}
-        self._sizes = {name: span_bytes(value) for name, value in tensors.items() if value.numel()}
-        self._outputs = [name for name in OPS[op].own_memory if name in self._sizes]
-        self._starts = {name: value.data_ptr() for name, value in tensors.items()}
-        self._passed: list[int] = []
+    # Those that passed, of all calls, are kept: an engine's buffers come back at every step, layer by layer.
+    _passed: ClassVar[set[tuple[Addresses, tuple[int, ...]]]] = set()
 
-    def fit(self, pointers: list[int], given: Arguments) -> bool:
+    def __init__(self, tensors: dict[str, torch.Tensor], places: dict[str, int], own_memory: Sequence[str]) -> None:
+        by_place = {places[name]: tensor for name, tensor in tensors.items()}
+        self._starts = {place: tensor.data_ptr() for place, tensor in by_place.items()}
+        self._sizes = {place: span_bytes(tensor) for place, tensor in by_place.items() if tensor.numel()}
+        self._own = [places[name] for name in own_memory if name in tensors and places[name] in self._sizes]
+
+    def fit(self, addresses: tuple[int, ...]) -> bool:
         """Whether every address is aligned as it was, and no output lies over another tensor.
 
         Outputs that interleave with another tensor, as two columns of a buffer do, must do so as they did.
         """
-        if pointers == self._passed:
+        if (self, addresses) in self._passed:
             return True
-        addresses = {name: given[name].data_ptr() for name in self._low_bits if given[name] is not None}
-        if any(address % VECTOR_BYTES != self._low_bits[name] for name, address in addresses.items()):
+        if any((addresses[place] ^ start) % VECTOR_BYTES for place, start in self._starts.items()):
             return False
-        for output in self._outputs:
-            start, end = addresses[output], addresses[output] + self._sizes[output]
-            for name, size in self._sizes.items():
-                if name == output or name not in addresses:
+        for own in self._own:
+            start, end = addresses[own], addresses[own] + self._sizes[own]
+            for place, size in self._sizes.items():
+                address = addresses[place]
+                if place == own or address >= end or start >= address + size:
                     continue
-                apart = addresses[name] >= end or start >= addresses[name] + size
-                if not apart and addresses[name] - start != self._starts[name] - self._starts[output]:
+                if address - start != self._starts[place] - self._starts[own]:
                     return False
-        self._passed = pointers
+        if len(self._passed) >= MOST_ADDRESSES:
+            self._passed.clear()
+        self._passed.add((self, addresses))
         return True
 
 
-def grid_of(arguments: Arguments, config: Config, target: Target) -> tuple[int]:
+def grid_of(arguments: Arguments, config: Config, plan: LaunchPlan) -> tuple[int]:
     """Programs of the launch, as `grids.prepare` cuts the tokens' work."""
-    plan, tokens = PLANS[target.vendor], len(arguments["positions"])
-    parts = sum(role is not None for role in (config.latent_kv, config.norm_q))
-    for role, most in ((config.index_q, plan.index_block_heads), (config.latent_q, plan.block_heads)):
-        if role is not None:
-            parts += -(-role.heads // head_block(most, role.heads))
-    if config.index_k is None:
-        return (tokens * parts,)
-    return (-(-tokens // plan.index_rows) * (1 + plan.index_rows * parts),)
+    tokens = len(arguments["positions"])
+    span = plan.group or tokens
+    programs = sum(-(-span // rows) for rows in rows_of(config, plan).values() if rows)
+    programs += sum(span * -(-role.heads // block_of(role, plan)) for role in (config.index_q, config.latent_q) if role)
+    return (-(-tokens // span) * programs,)
+
+
+def rows_of(config: Config, plan: LaunchPlan) -> dict[str, int]:
+    """Tokens of one program of each role that has no heads, by the constant that says so; 0 for an absent role."""
+    return {
+        "INDEX_ROWS": plan.index_rows if config.index_k else 0,
+        "LATENT_ROWS": plan.latent_rows if config.latent_kv else 0,
+        "NORM_ROWS": plan.norm_rows if config.norm_q else 0,
+    }
 
 
 def runtime_arguments(op: str, arguments: Arguments, config: Config) -> tuple[Any, ...]:
@@ -224,9 +266,7 @@ _ABSENT_TABLE = (None, 0, 0)
 def _latent_q(a: Arguments) -> tuple[Any, ...]:
     q_nope, q_pe, q_out = a["q_nope"], a["q_pe"], a["q_out"]
     return (
-        q_nope,
-        q_nope.stride(0),
-        q_nope.stride(1),
+        *((None, 0, 0) if q_nope is None else (q_nope, q_nope.stride(0), q_nope.stride(1))),
         q_pe,
         q_pe.stride(0),
         q_pe.stride(1),
@@ -315,6 +355,18 @@ def _index_k(n: Named) -> tuple[Any, ...]:
 _ABSENT_INDEX_K = (None, 0, None, None, 0.0, None, 0, None, 0, 0)
 
 
+def block_of(role: LatentQ | IndexQ, plan: LaunchPlan) -> int:
+    """Heads of one program of a query role."""
+    if isinstance(role, IndexQ):
+        return head_block(plan.index_block_heads, role.heads)
+    return head_block(plan.block_heads if role.nope else plan.rope_block_heads, role.heads)
+
+
+def threads_of(config: Config, plan: LaunchPlan) -> int:
+    """Threads of a program."""
+    return plan.threads if config.norm_q or config.index_q or config.index_k else plan.latent_threads
+
+
 def head_block(most: int, heads: int) -> int:
     """Heads of one program: `most`, or the power of two that holds them all if that is less."""
     return min(most, 1 << max(heads - 1, 0).bit_length())
@@ -329,37 +381,35 @@ def format_constants(dtype: torch.dtype, target: Target) -> dict[str, Any]:
 
 
 @cache
-def constants_of(config: Config, target: Target) -> dict[str, Any]:
-    """The compile-time constants that follow from the configuration alone."""
-    plan = PLANS[target.vendor]
+def constants_of(config: Config, target: Target, plan: LaunchPlan) -> dict[str, Any]:
+    """The compile-time constants that follow from the configuration and the plan."""
     constants: dict[str, Any] = {
         **_ABSENT_CONSTANTS,
         **format_constants(config.fp8, target),
         "ROUND": config.rounding == Rounding.SPLIT,
         "PDL": target.dependent_launch,
+        "GROUP": plan.group,
+        **rows_of(config, plan),
     }
     if (latent_q := config.latent_q) is not None:
         constants["HEADS"] = latent_q.heads
-        constants["BLOCK_HEADS"] = head_block(plan.block_heads, latent_q.heads)
+        constants["BLOCK_HEADS"] = block_of(latent_q, plan)
         constants["NEOX"] = latent_q.rope_style == RopeStyle.NEOX
         constants["QUERY_FP8"] = latent_q.query in FP8_FORMATS
     if (latent_kv := config.latent_kv) is not None:
-        constants["LATENT_KV"] = 1
         constants["LAYOUT"] = latent_kv.layout
         constants["BLOCK_SIZE"] = latent_kv.block_size
         constants["KV_NORM"] = latent_kv.norm
         constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
     if (norm_q := config.norm_q) is not None:
-        constants["NORM_Q"] = 1
         constants["Q_WIDTH"] = norm_q.width
         constants["TOPK"] = norm_q.topk
     if (index_q := config.index_q) is not None:
         constants["INDEX_HEADS"] = index_q.heads
-        constants["INDEX_BLOCK_HEADS"] = head_block(plan.index_block_heads, index_q.heads)
+        constants["INDEX_BLOCK_HEADS"] = block_of(index_q, plan)
         constants["INDEX_NEOX"] = index_q.rope_style == RopeStyle.NEOX
         constants["UE8M0"] = index_q.scale_rule == ScaleRule.UE8M0
     if (index_k := config.index_k) is not None:
-        constants["INDEX_ROWS"] = plan.index_rows
         constants["INDEX_LAYOUT"] = index_k.layout
         constants["INDEX_BLOCK_SIZE"] = index_k.block_size
         constants["INDEX_NEOX"] = index_k.rope_style == RopeStyle.NEOX
@@ -368,9 +418,6 @@ def constants_of(config: Config, target: Target) -> dict[str, Any]:
 
 
 _ABSENT_CONSTANTS = {
-    "INDEX_ROWS": 0,
-    "LATENT_KV": 0,
-    "NORM_Q": 0,
     "INDEX_HEADS": 0,
     "INDEX_BLOCK_HEADS": 1,
     "HEADS": 0,
@@ -390,10 +437,9 @@ _ABSENT_CONSTANTS = {
 
 
 @cache
-def launch_options(target: Target) -> dict[str, Any]:
+def launch_options(target: Target, threads: int) -> dict[str, Any]:
     """Compiler and launch options. launch_pdl is unknown to ROCm's backend, False included."""
-    num_warps = PLANS[target.vendor].threads // target.warp_size
-    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": threads // target.warp_size, "enable_fp_fusion": False}
     if target.dependent_launch:
         options["launch_pdl"] = True
     return options

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -71,11 +71,17 @@ class _Recorded:
 
 
 def fused_launches(op: str, arguments: Arguments, config: Config, target: Target) -> list[Launch]:
-    """What provider `triton` would launch on a target for a resolved call on the meta device."""
+    """What provider `triton` would launch on a target for a resolved call on the meta device: one for each plan.
+
+    All but the last, for the most tokens, carry in their names how many tokens they serve.
+    """
     recorder = Recorder(grids)
+    plans = launch.PLANS[target.vendor]
     with assumed(target):
-        launch.launch(op, arguments, config, recorder)  # type: ignore[arg-type]
-    return recorder.launches
+        for _, plan in plans:
+            launch.launch(op, arguments, config, recorder, plan)  # type: ignore[arg-type]
+    few = [replace(each, name=f"{each.name} to {most}") for each, (most, _) in zip(recorder.launches, plans[:-1])]
+    return [*few, recorder.launches[-1]]
 
 
 def chain_launches(run: Callable[[ModuleType], None], target: Target) -> list[Launch]:

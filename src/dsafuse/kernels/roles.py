@@ -6,7 +6,6 @@ bytes, else 1; caches carry an alignment of their own, since block_size 1 puts a
 
 import triton
 import triton.language as tl
-from triton.language.standard import _sum_combine
 
 from dsafuse import layouts, numerics
 from dsafuse.kernels.tiles import (
@@ -36,7 +35,8 @@ DS_ROPE_BYTES = tl.constexpr(layouts.FP8_DS_MLA.offset_bytes("rope"))
 KEY_SCALE_BYTES = tl.constexpr(layouts.FLAT.offset_bytes("scale"))
 TILE_TOKENS = tl.constexpr(layouts.TILED16.fields[0].tile.tokens)
 TILE_BYTES = tl.constexpr(layouts.TILED16.fields[0].tile.bytes)
-INDEX_Q_FLOOR = tl.constexpr(numerics.INDEX_Q_FLOOR)
+INDEX_Q_FLOOR = tl.constexpr(numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT])
+INDEX_Q_FLOOR_FP32 = tl.constexpr(numerics.INDEX_Q_FLOOR[numerics.Rounding.FP32])
 INDEX_K_FLOOR = tl.constexpr(numerics.INDEX_K_FLOOR)
 DS_MLA_FLOOR = tl.constexpr(numerics.DS_MLA_FLOOR)
 
@@ -69,39 +69,47 @@ def latent_q(
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one token: concat(q_nope, rotate(q_pe)), optionally over q_scale."""
+    """BLOCK_HEADS heads of one token: concat([q_nope], rotate(q_pe)), optionally over q_scale."""
     head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)  # [BLOCK_HEADS, 1]
     mask = None if HEADS % BLOCK_HEADS == 0 else head < HEADS
     column = tl.arange(0, LATENT)[None, :]
     nope_rows = token * q_nope_stride_token + head * q_nope_stride_head
     pe_rows = token * q_pe_stride_token + head * q_pe_stride_head
     out_rows = token * q_out_stride_token + head * q_out_stride_head
-    nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
+    if q_nope_ptr is not None:
+        nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
     x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
     cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
+    dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     if QUERY_FP8:
         inverse = reciprocal(tl.load(q_scale_ptr))
-        x1, x2 = round_pairs(x1, x2, nope.dtype, ROUND)
-        nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX, SIGNED_NAN)
+        x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+        if q_nope_ptr is not None:
+            nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX, SIGNED_NAN)
         x1, x2 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN), to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN)
     else:
-        x1, x2 = x1.to(nope.dtype), x2.to(nope.dtype)
-    store_row_tile(q_out_ptr, out_rows + column, nope, mask, ALIGN)
-    store_pairs(q_out_ptr, out_rows + LATENT, x1, x2, mask, NEOX, ALIGN)
+        x1, x2 = x1.to(dtype), x2.to(dtype)
+    if q_nope_ptr is not None:
+        store_row_tile(q_out_ptr, out_rows + column, nope, mask, ALIGN)
+        out_rows += LATENT
+    store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
 
 
 @triton.jit
 def rms_norm(x, weight, eps, WIDTH: tl.constexpr):
-    """(x / sqrt(mean(x * x) + eps)) * weight over all of the tile, fp32; WIDTH counts its real elements."""
-    square_sum = tl.reduce(row_sum(x * x), 0, _sum_combine)
-    mean_square = tl.div_rn(square_sum, 1.0 * WIDTH)
+    """(x / sqrt(mean(x * x) + eps)) * weight of each row, fp32; WIDTH counts a row's real elements."""
+    if WIDTH & (WIDTH - 1) == 0:
+        mean_square = row_sum(x * x)[:, None] * (1.0 / WIDTH)  # the same bits, without a division
+    else:
+        mean_square = tl.div_rn(row_sum(x * x), 1.0 * WIDTH)[:, None]
     return x * tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps)) * weight
 
 
 @triton.jit
 def norm_q(
     token,
+    tokens,
     q_c_ptr,
     q_c_stride,
     weight_ptr,
@@ -114,39 +122,33 @@ def norm_q(
     TOPK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """RMSNorm of one q_c row; -1 in the token's row of top-k indices."""
+    """RMSNorm of the q_c rows of tokens [ROWS, 1]; -1 in their rows of top-k indices."""
+    here = token < tokens
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     column = tl.arange(0, BLOCK)[None, :]
-    mask = None if BLOCK == WIDTH else column < WIDTH
+    inside = None if BLOCK == WIDTH else column < WIDTH
+    mask = here if BLOCK == WIDTH else here & inside
     x = load_row_tile(q_c_ptr, token * q_c_stride + column, mask, ALIGN)
-    weight = load_row_tile(weight_ptr, column, mask, ALIGN).to(tl.float32)
+    weight = load_row_tile(weight_ptr, column, inside, ALIGN).to(tl.float32)
     if TOPK:
         TOPK_BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
         entry = tl.arange(0, TOPK_BLOCK)[None, :]
-        entry_mask = None if TOPK_BLOCK == TOPK else entry < TOPK
-        cleared = tl.full((1, TOPK_BLOCK), -1, tl.int32)
-        store_row_tile(topk_ptr, token * topk_stride + entry, cleared, entry_mask, ALIGN)
+        cleared = tl.full((token.shape[0], TOPK_BLOCK), -1, tl.int32)
+        store_row_tile(topk_ptr, token * topk_stride + entry, cleared, here & (entry < TOPK), ALIGN)
     wide = x.to(tl.float32)
     if BLOCK != WIDTH:
-        wide = tl.where(mask, wide, 0.0)
+        wide = tl.where(inside, wide, 0.0)
     y = rms_norm(wide, weight, eps, WIDTH)
     store_row_tile(q_c_out_ptr, token * q_c_out_stride + column, y.to(q_c_out_ptr.dtype.element_ty), mask, ALIGN)
 
 
 @triton.jit
-def latent_columns(LAYOUT: tl.constexpr):
-    """The 512 latent dims as the tile that LAYOUT quantises: one row, or one row for each scale."""
-    ROWS: tl.constexpr = LATENT // LATENT_TILE if LAYOUT == "fp8_ds_mla" else 1
-    WIDTH: tl.constexpr = LATENT // ROWS
-    return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def store_latent_row(
+def store_latent_rows(
     latent,
     x1,
     x2,
     slot,
+    live,
     cache_ptr,
     cache_stride_block,
     cache_stride_row,
@@ -159,14 +161,16 @@ def store_latent_row(
     SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """Write one MLA cache row from its latent (activation dtype or fp32) and its rotated fp32 pairs."""
+    """Write the live MLA cache rows from their latents (activation dtype or fp32) and rotated fp32 pairs.
+
+    latent [ROWS, 512]; x1, x2 [ROWS, 32]; slot, live [ROWS, 1].
+    """
     row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
-    column = latent_columns(LAYOUT)
-    one = tl.arange(0, 1)[:, None]
+    column = tl.arange(0, LATENT)[None, :]
     if LAYOUT == "plain":
         dtype: tl.constexpr = cache_ptr.dtype.element_ty
-        store_row_tile(cache_ptr, row + column, latent.to(dtype), None, CACHE_ALIGN)
-        store_pairs(cache_ptr, row + LATENT + one, x1.to(dtype), x2.to(dtype), None, NEOX, CACHE_ALIGN)
+        store_row_tile(cache_ptr, row + column, latent.to(dtype), live, CACHE_ALIGN)
+        store_pairs(cache_ptr, row + LATENT, x1.to(dtype), x2.to(dtype), live, NEOX, CACHE_ALIGN)
     else:
         bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
         wide = latent.to(tl.float32)
@@ -175,22 +179,26 @@ def store_latent_row(
             scaled = wide * inverse
             code1 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
             code2 = to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
-            store_pairs(bytes_ptr, row + LATENT + one, code1, code2, None, NEOX, CACHE_ALIGN)
+            store_pairs(bytes_ptr, row + LATENT, code1, code2, live, NEOX, CACHE_ALIGN)
         else:
-            at_least = tl.maximum(group_scale(row_max(tl.abs(wide)), 0.0, FP8_MAX), DS_MLA_FLOOR)
+            ROWS: tl.constexpr = latent.shape[0]
+            TILES: tl.constexpr = LATENT // LATENT_TILE
+            tiles = tl.reshape(wide, (ROWS * TILES, LATENT_TILE))
+            at_least = tl.maximum(group_scale(row_max(tl.abs(tiles)), 0.0, FP8_MAX), DS_MLA_FLOOR)
             scale, inverse = power_of_two_at_least(at_least)
-            scaled = wide * inverse[:, None]
+            scaled = tl.reshape(tiles * inverse[:, None], (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
-            tl.store(scale_ptr + tl.arange(0, LATENT // LATENT_TILE), scale)
+            tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)
             rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
-            store_pairs(rope_ptr, one, x1.to(tl.bfloat16), x2.to(tl.bfloat16), None, NEOX, CACHE_ALIGN)
+            store_pairs(rope_ptr, slot * 0, x1.to(tl.bfloat16), x2.to(tl.bfloat16), live, NEOX, CACHE_ALIGN)
         codes = to_fp8(scaled, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
-        store_row_tile(bytes_ptr, row + column, codes, None, CACHE_ALIGN)
+        store_row_tile(bytes_ptr, row + column, codes, live, CACHE_ALIGN)
 
 
 @triton.jit
 def latent_kv(
     token,
+    tokens,
     kv_c_ptr,
     kv_c_stride,
     k_pe_ptr,
@@ -223,14 +231,14 @@ def latent_kv(
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
-    """One row of the MLA cache: concat([rms_norm](kv_c), rotate(k_pe)) as LAYOUT stores it."""
-    # All loads come before the branch on the slot, so that they are in flight together.
+    """Rows of the MLA cache for tokens [ROWS, 1]: concat([rms_norm](kv_c), rotate(k_pe)) as LAYOUT stores it."""
+    # All loads come before the first store, so that they are in flight together.
+    here = token < tokens
     slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    one = tl.arange(0, 1)[:, None]
-    k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride + one, None, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
-    column = latent_columns(LAYOUT)
-    kv_c = load_row_tile(kv_c_ptr, token * kv_c_stride + column, None, ALIGN)
+    k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride, here, NEOX, ALIGN)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN)
+    column = tl.arange(0, LATENT)[None, :]
+    kv_c = load_row_tile(kv_c_ptr, token * kv_c_stride + column, here, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     if NORM:
@@ -240,28 +248,27 @@ def latent_kv(
     else:
         latent = kv_c
     if kv_c_out_ptr is not None:
-        store_row_tile(kv_c_out_ptr, token * kv_c_out_stride + column, latent.to(kv_c.dtype), None, ALIGN)
+        store_row_tile(kv_c_out_ptr, token * kv_c_out_stride + column, latent.to(kv_c.dtype), here, ALIGN)
     if k_pe_out_ptr is not None:
-        rows = token * k_pe_out_stride + one
-        store_pairs(k_pe_out_ptr, rows, x1.to(k1.dtype), x2.to(k1.dtype), None, NEOX, ALIGN)
-    if live:
-        store_latent_row(
-            latent,
-            x1,
-            x2,
-            slot,
-            cache_ptr,
-            cache_stride_block,
-            cache_stride_row,
-            k_scale_ptr,
-            BLOCK_SIZE,
-            LAYOUT,
-            NEOX,
-            FP8,
-            FP8_MAX,
-            SIGNED_NAN,
-            CACHE_ALIGN,
-        )
+        store_pairs(k_pe_out_ptr, token * k_pe_out_stride, x1.to(k1.dtype), x2.to(k1.dtype), here, NEOX, ALIGN)
+    store_latent_rows(
+        latent,
+        x1,
+        x2,
+        slot,
+        live,
+        cache_ptr,
+        cache_stride_block,
+        cache_stride_row,
+        k_scale_ptr,
+        BLOCK_SIZE,
+        LAYOUT,
+        NEOX,
+        FP8,
+        FP8_MAX,
+        SIGNED_NAN,
+        CACHE_ALIGN,
+    )
 
 
 @triton.jit
@@ -305,8 +312,9 @@ def index_q(
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
+    FLOOR: tl.constexpr = INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32
     x1, x2, y1, y2, scale = quantise_rows(
-        x1, x2, y1.to(tl.float32), y2.to(tl.float32), INDEX_Q_FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN
+        x1, x2, y1.to(tl.float32), y2.to(tl.float32), FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN
     )
     store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from dsafuse.kernels import chain
-from dsafuse.kernels.launch import PLANS, alignment, format_constants, head_block, launch_options, on_device_of
+from dsafuse.kernels.launch import alignment, format_constants, head_block, launch_options, on_device_of, plan_of
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
-from dsafuse.numerics import RopeStyle, ScaleRule
-from dsafuse.ops.config import Config, IndexQ
+from dsafuse.numerics import RopeStyle, Rounding, ScaleRule
+from dsafuse.ops.config import Config
 from dsafuse.target import Target
 
 FOLD_BLOCK = 1024
@@ -18,12 +18,12 @@ FOLD_BLOCK = 1024
 
 def _options(tensor: torch.Tensor) -> dict[str, Any]:
     target = Target.of(tensor.device)
-    return {**launch_options(target), "PDL": target.dependent_launch}
+    return {**launch_options(target, plan_of(target, len(tensor)).threads), "PDL": target.dependent_launch}
 
 
 def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, Any]]:
     """Programs for each token, and the constants that cut heads as the fused kernel does."""
-    block = head_block(getattr(PLANS[Target.of(tensor.device).vendor], role), heads)
+    block = head_block(getattr(plan_of(Target.of(tensor.device), len(tensor)), role), heads)
     return -(-heads // block), {"HEADS": heads, "BLOCK_HEADS": block}
 
 
@@ -161,9 +161,11 @@ def norm_key(k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
 
 
 def quantise_index_query(
-    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, role: IndexQ
+    q: torch.Tensor, q_rot: torch.Tensor, q_out: torch.Tensor, scales: torch.Tensor, config: Config
 ) -> None:
     """(q_out, scales) = quantise(concat(q_rot, rest of q)), one scale a head."""
+    role = config.index_q
+    assert role is not None
     blocks, cut = _cut(role.heads, q, "index_block_heads")
     with on_device_of(q):
         chain.quantise_index_query[(len(q) * blocks,)](
@@ -177,6 +179,7 @@ def quantise_index_query(
             scales,
             NEOX=role.rope_style == RopeStyle.NEOX,
             UE8M0=role.scale_rule == ScaleRule.UE8M0,
+            ROUND=config.rounding == Rounding.SPLIT,
             ALIGN=alignment(q, q_out),
             **cut,
             **_format(q_out.dtype, q_out),

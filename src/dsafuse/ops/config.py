@@ -15,11 +15,12 @@ from dsafuse.numerics import FP8_FORMATS
 
 @dataclass(frozen=True, slots=True)
 class LatentQ:
-    """RoPE(q_pe), concat with q_nope, optional quantisation."""
+    """RoPE(q_pe), [concat with q_nope], optional quantisation."""
 
     heads: int
     query: torch.dtype
     rope_style: str
+    nope: bool = True
 
 
 @dataclass(frozen=True, slots=True)

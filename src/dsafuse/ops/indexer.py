@@ -91,9 +91,9 @@ def indexer_qk_rope_quant_and_cache(
     Returns:
         (q_out, weights_out).
 
-    Numerics: fp32 inside, no fma; scale = max(amax, floor) / fp8_max by scale_rule, floor 1e-10 for q and 1e-4 for
-        k. q_out and weights_out are the oracle's bytes on every provider; a key may differ by one code where
-        the order of LayerNorm's sums moves it across a rounding boundary (docs/numerics.md).
+    Numerics: fp32 inside, no fma; scale = max(amax, floor) / fp8_max by scale_rule, floor 1e-4 (1e-10 for q with
+        rounding "split"). q_out and weights_out are the oracle's bytes on every provider; a key may differ by one code
+        where the order of LayerNorm's sums moves it across a rounding boundary (docs/numerics.md).
     Invariants: rows of q_out and weights_out depend on their token alone and are computed whatever its slot is;
         a negative slot, one beyond the cache, and a token past the end of slot_mapping write no cache byte.
     Errors: TypeError for a dtype, ValueError for a shape, stride, device, number or name, before anything is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsafuse.layouts import QUERY_DIM
+from dsafuse.layouts import QUERY_DIM, ROPE_DIM
 from dsafuse.numerics import Rounding
 from dsafuse.ops import resolve, roles
 from dsafuse.ops.config import Config
@@ -13,8 +13,8 @@ from dsafuse.registry import Arguments, Shapes, fused_op
 
 def query_shapes(a: Arguments) -> Shapes:
     """The output of the query role."""
-    tokens, heads = a["q_nope"].shape[:2]
-    return {"q_out": ((tokens, heads, QUERY_DIM), a["q_dtype"] or a["q_nope"].dtype)}
+    q_pe, width = a["q_pe"], ROPE_DIM if a["q_nope"] is None else QUERY_DIM
+    return {"q_out": ((*q_pe.shape[:2], width), a["q_dtype"] or q_pe.dtype)}
 
 
 def _resolve(a: Arguments) -> Config:

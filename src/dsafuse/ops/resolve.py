@@ -99,28 +99,31 @@ def same_tokens(a: Arguments, *names: str) -> None:
             raise ValueError(f"{name}: got {len(a[name])} tokens, expected {expected}")
 
 
-def latent_q(n: Named) -> LatentQ:
-    """q_nope, q_pe, q_out, q_dtype and q_scale."""
-    q_nope = n.tensor("q_nope", tokens=None, heads=None, latent=LATENT_DIM)
-    tokens, heads = q_nope.shape[:2]
-    n.tensor("q_pe", tokens=tokens, heads=heads, rope=ROPE_DIM)
+def latent_q(n: Named, rope_alone: bool = False) -> LatentQ:
+    """q_nope, q_pe, q_out, q_dtype and q_scale; with `rope_alone`, q_nope may be None."""
+    nope = not rope_alone or n["q_nope"] is not None
+    shape: dict[str, int | None] = {"tokens": None, "heads": None}
+    if nope:
+        shape = dict(zip(shape, n.tensor("q_nope", **shape, latent=LATENT_DIM).shape))
+    tokens, heads = n.tensor("q_pe", **shape, rope=ROPE_DIM).shape[:2]
     activation = activation_of(n.arguments, "q_nope", "q_pe")
     q_out, q_dtype = n["q_out"], n["q_dtype"]
     if q_out is not None:
-        expect_output("q_out", q_out, heads, tokens=tokens, heads=None, dim=QUERY_DIM)
+        expect_output("q_out", q_out, heads, tokens=tokens, heads=None, dim=QUERY_DIM if nope else ROPE_DIM)
         if q_dtype is not None and q_out.dtype != q_dtype:
             raise TypeError(f"q_out: got {q_out.dtype}, expected q_dtype={q_dtype}")
         q_dtype = q_out.dtype
     q_dtype = activation if q_dtype is None else q_dtype
-    if q_dtype != activation and q_dtype not in FP8_FORMATS:
+    if q_dtype != activation and (q_dtype not in FP8_FORMATS or not nope):
         blamed = "q_dtype" if q_out is None else "q_out"
-        raise TypeError(f"{blamed}: got {q_dtype}, expected {activation} or {' or '.join(map(str, FP8_FORMATS))}")
+        expected = f"{activation} or {' or '.join(map(str, FP8_FORMATS))}" if nope else f"{activation} without q_nope"
+        raise TypeError(f"{blamed}: got {q_dtype}, expected {expected}")
     expect_fp8_dtype(n["fp8_dtype"], {"q_dtype": q_dtype})
     n["q_dtype"] = q_dtype
     n["q_scale"] = _scale(n, "q_scale", "an fp8 query" if q_dtype in FP8_FORMATS else None)
     expect_positions(tokens, n["positions"])
     n.rope_table(tokens)
-    return LatentQ(heads, q_dtype, n.member("rope_style", RopeStyle))
+    return LatentQ(heads, q_dtype, n.member("rope_style", RopeStyle), nope)
 
 
 def latent_kv(n: Named, norm: bool = False) -> LatentKv:

@@ -136,7 +136,7 @@ def store_latent(
 
 
 def latent_q(
-    q_nope: torch.Tensor,
+    q_nope: torch.Tensor | None,
     q_pe: torch.Tensor,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
@@ -146,14 +146,16 @@ def latent_q(
     q_scale: torch.Tensor | None,
     rounding: str,
 ) -> None:
-    """q_out[:, :H] = quantise(concat(q_nope, rotate(q_pe)))."""
-    rotated = rotate_leading(q_pe, cos_sin_cache, positions, rope_style, rounding)
-    target = q_out[:, : q_nope.shape[1]]
+    """q_out[:, :H] = quantise(concat([q_nope], rotate(q_pe)))."""
+    query = rotate_leading(q_pe, cos_sin_cache, positions, rope_style, rounding)
+    if q_nope is not None:
+        query = torch.cat([q_nope.float(), query], -1)
+    target = q_out[:, : q_pe.shape[1]]
     if q_out.dtype not in FP8_FORMATS:
-        target.copy_(torch.cat([q_nope, rotated.to(q_nope.dtype)], -1))
+        target.copy_(query)
         return
     assert q_scale is not None
-    scaled = torch.cat([q_nope.float(), rotated], -1) * numerics.reciprocal(q_scale.reshape(()))
+    scaled = query * numerics.reciprocal(q_scale.reshape(()))
     target.view(torch.uint8).copy_(numerics.to_fp8(scaled, FP8_FORMATS[q_out.dtype]).view(torch.uint8))
 
 
@@ -201,8 +203,8 @@ def index_q(
     assert q.shape[-1] == INDEX_DIM
     heads = q.shape[1]
     prepared = rotate_leading(q, cos_sin_cache, positions, rope_style, rounding)
-    fmt = FP8_FORMATS[q_out.dtype]
-    scale = numerics.group_scale(numerics.amax(prepared), numerics.INDEX_Q_FLOOR, fmt, ScaleRule(scale_rule))
+    fmt, floor = FP8_FORMATS[q_out.dtype], numerics.INDEX_Q_FLOOR[Rounding(rounding)]
+    scale = numerics.group_scale(numerics.amax(prepared), floor, fmt, ScaleRule(scale_rule))
     codes = numerics.to_fp8(prepared / scale, fmt)
     q_out[:, :heads].view(torch.uint8).copy_(codes.view(torch.uint8))
     factor = torch.tensor(weights_scale, dtype=torch.float32, device=weights.device)

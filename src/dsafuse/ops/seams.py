@@ -319,16 +319,17 @@ def prepare_latents(
 def _resolve_queries(a: Arguments) -> Config:
     n, index = resolve.Named(a), resolve.Named(a, INDEX)
     rounding = n.member("rounding", Rounding)
-    latent_q = resolve.latent_q(n)
+    latent_q = resolve.latent_q(n, rope_alone=True)
+    first = "q_nope" if latent_q.nope else "q_pe"
     if latent_q.heads < 1:
-        raise ValueError(f"q_nope: got {latent_q.heads} heads, expected at least 1")
-    resolve.same_tokens(a, "q_nope", "index_q")
-    activation = resolve.activation_of(a, "q_nope", "index_q")
+        raise ValueError(f"{first}: got {latent_q.heads} heads, expected at least 1")
+    resolve.same_tokens(a, first, "index_q")
+    activation = resolve.activation_of(a, first, "index_q")
     outputs = ("index_q_out", "index_weights_out")
     indexed = _has_index(a, "index_q", INDEX_Q_INPUTS, outputs)
     index_q = resolve.index_q(index) if indexed else None
-    resolve.together(a, "q_nope", ("q_out", *outputs))
-    resolve.allocate(a, _qk_shapes(a), a["q_nope"])
+    resolve.together(a, first, ("q_out", *outputs))
+    resolve.allocate(a, _qk_shapes(a), a[first])
     return Config(activation, a["fp8_dtype"], rounding, latent_q=latent_q, index_q=index_q)
 
 
@@ -341,7 +342,7 @@ def _resolve_queries(a: Arguments) -> Config:
     index_prefix=INDEX,
 )
 def prepare_queries(
-    q_nope: torch.Tensor,
+    q_nope: torch.Tensor | None,
     q_pe: torch.Tensor,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
@@ -368,7 +369,8 @@ def prepare_queries(
 
     Args:
         q_nope, q_pe, positions, cos_sin_cache, q_scale, q_dtype, q_out, rope_style: as in
-            `fused_qk_rope_concat_and_cache_mla`.
+            `fused_qk_rope_concat_and_cache_mla`. q_nope may be None, for readers that take the parts apart (FlashMLA):
+            q_out is then rotate(q_pe) alone, [tokens, >= heads, 64], in the activation dtype.
         index_q, index_weights, index_cos_sin_cache, index_rope_style, index_weights_scale, index_scale_rule,
             index_q_out, index_weights_out: as in `indexer_qk_rope_quant_and_cache`; all None on a layer without an
             indexer.

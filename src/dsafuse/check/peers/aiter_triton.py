@@ -34,8 +34,8 @@ def _module_name() -> str | None:
 
 
 def version() -> str:
-    """The package's version."""
-    return f"aiter {version_of('aiter') or version_of('amd-aiter')}"
+    """The package's version, which a checkout on PYTHONPATH does not tell."""
+    return f"aiter {version_of('aiter') or version_of('amd-aiter') or 'of a checkout'}"
 
 
 def bind(case: Case, a: dict[str, Any]) -> Bound:

@@ -21,7 +21,7 @@ import torch
 from dsafuse.check.cases import PREPARE_LATENTS, PREPARE_QUERIES, Case
 from dsafuse.check.environment import version_of
 from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, why_not_importable
-from dsafuse.layouts import INDEX_DIM
+from dsafuse.layouts import INDEX_DIM, LATENT_DIM
 
 ALONE = "vllm_deepseek_v32_kernels"
 MODULES = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
@@ -209,14 +209,17 @@ def _fused_q(case: Case, a: dict[str, Any], module: ModuleType) -> Bound:
             "q_pe_cos_sin_cache": a["cos_sin_cache"],
             "index_q": a["index_q"],
             "index_q_cos_sin_cache": a["index_cos_sin_cache"],
-            "ql_nope": a["q_nope"],
+            # Without a query to pack it looks at the shape alone.
+            "ql_nope": a["q_pe"].new_empty(1).expand(*a["q_pe"].shape[:2], LATENT_DIM)
+            if case.query == "rope"
+            else a["q_nope"],
             "q_scale": a["q_scale"],
             "index_weights": a["index_weights"],
             "index_weights_softmax_scale": INDEX_DIM**-0.5,
             "index_weights_head_scale": case.index_heads**-0.5,
             "has_indexer": True,
             "index_rope_interleave": case.index_rope_style == "interleaved",
-            "quantize_mqa": True,
+            "quantize_mqa": case.query == "fp8",
         },
     )
     returned: dict[str, torch.Tensor] = {}

@@ -1,0 +1,283 @@
+"""Six faults of the kind that engines have shipped, put into the fused path: who sees them?
+
+    python -m benchmarks.sabotage [MODEL_DIR] [--fault NAME]... [--quick] [--out FILE]
+
+Each fault wraps the fused ops where they are called, by `dsafuse verify` and by vLLM alike: it changes what goes in or
+what has come out. The product has no switch for that; the process of the fused arm is started from here. The oracle,
+the un-fused chain and the un-fused arm are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsafuse import switches
+from dsafuse.check import verify
+from dsafuse.check.cases import INDEXER, MLA, PREPARE_QK
+from dsafuse.numerics import RopeStyle, rotate
+from dsafuse.registry import OPS, Op
+
+NONE = "none"
+OTHER = {"neox": "interleaved", "interleaved": "neox", "flat": "tiled16", "tiled16": "flat"}
+
+
+class Role:
+    """An op's arguments under the names that a role has for them; an argument that the op lacks is None."""
+
+    def __init__(self, arguments: dict[str, Any], prefix: str) -> None:
+        self._arguments, self._prefix = arguments, prefix
+
+    def _name(self, key: str) -> str:
+        return key if key in ("positions", "cos_sin_cache") and not self._prefix else self._prefix + key
+
+    def __getitem__(self, key: str) -> Any:
+        return self._arguments.get(self._name(key))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self[key] is not None:
+            self._arguments[self._name(key)] = value
+
+
+@dataclass(frozen=True)
+class Fault:
+    """before: changes the arguments (of the MLA role, of the indexer's). after: changes what the op has written."""
+
+    name: str
+    like: str
+    before: Callable[[Role, Role], None] = lambda mla, index: None
+    after: Callable[[Role], None] = lambda index: None
+
+
+def other_style(mla: Role, index: Role) -> None:
+    """The indexer's rotary pairs are those of the other style."""
+    index["rope_style"] = OTHER.get(index["rope_style"])
+
+
+def rotated_back(mla: Role, index: Role) -> None:
+    """k_pe is turned back by its own angle first, so that the op's rotation leaves what the projection gave."""
+    key, table, positions = mla["k_pe"], mla["cos_sin_cache"], mla["positions"]
+    if key is None or not len(positions):
+        return
+    rows = table[positions.clamp(0, len(table) - 1)].float()
+    cos, sin = rows.chunk(2, dim=-1)
+    back = torch.cat([cos, -sin], -1) / (cos * cos + sin * sin).repeat(1, 2)
+    flat = key.reshape(len(key), -1).float()
+    mla["k_pe"] = rotate(flat, back, RopeStyle(mla["rope_style"])).to(key.dtype).reshape(key.shape)
+
+
+def next_row(mla: Role, index: Role) -> None:
+    """Every key is written one row behind its slot."""
+    for role in (mla, index):
+        if role["slot_mapping"] is not None:
+            slots = role["slot_mapping"]
+            role["slot_mapping"] = torch.where(slots >= 0, slots + 1, slots)
+
+
+def short_norm(mla: Role, index: Role) -> None:
+    """weight and bias of the indexer's LayerNorm lose what bf16 can't hold."""
+    for key in ("norm_weight", "norm_bias"):
+        if index[key] is not None:
+            index[key] = index[key].to(torch.bfloat16).to(index[key].dtype)
+
+
+def other_layout(mla: Role, index: Role) -> None:
+    """The op writes the layout that its reader does not read, where a block admits both."""
+    if index["kv_cache"] is not None and index["kv_cache"].shape[1] % 16 == 0:
+        index["kv_layout"] = OTHER.get(index["kv_layout"])
+
+
+def unfolded(index: Role) -> None:
+    """Head weights lack the scale of their head's query."""
+    if index["weights_out"] is not None and index["weights"] is not None:
+        weights = index["weights"].float() * index["weights_scale"]
+        index["weights_out"][:, : weights.shape[1]] = weights
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(NONE, "the fused path as it is"),
+        Fault("wrong indexer rope style", "sgl-project/sglang#30088, vllm-project/vllm#34353", before=other_style),
+        Fault("k_pe not rotated", "vllm-project/vllm#43781", before=rotated_back),
+        Fault("q scale not folded", "ROCm/aiter#3451", after=unfolded),
+        Fault("cache row shifted by one", "slots of another step", before=next_row),
+        Fault("LayerNorm parameters in bf16", "ROCm/aiter#3451, ROCm/ATOM#1796", before=short_norm),
+        Fault("indexer layout tiled, read flat", "vllm-project/vllm#52109", before=other_layout),
+    )
+}
+
+
+@contextmanager
+def sabotaged(fault: Fault) -> Iterator[None]:
+    """Put a fault into every op for the length of a block. Oracles and the un-fused chain stay as they are."""
+    kinds = {type(op) for op in OPS.values()}
+    calls = {kind: kind.__call__ for kind in kinds}
+
+    def faulty(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if switches.current().provider == "split":
+                return call(op, *args, **kwargs)
+            bound = inspect.signature(op.oracle).bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            # An op has MLA's arguments under their own names, unless it is the indexer's alone.
+            mla, index = Role({} if op.name == INDEXER else arguments, ""), Role(arguments, op.index_prefix)
+            if op.name == MLA:
+                index = Role({}, "")
+            fault.before(mla, index)
+            result = call(op, **arguments)
+            results = result if isinstance(result, tuple) else (result,)
+            fault.after(Role({**arguments, **dict(zip(op.output_names, results))}, op.index_prefix))
+            return result
+
+        return wrapped
+
+    for kind, call in calls.items():
+        kind.__call__ = faulty(call)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, call in calls.items():
+            kind.__call__ = call  # type: ignore[method-assign]
+
+
+def verified(fault: Fault, device: torch.device, quick: bool) -> dict[str, Any]:
+    """What `dsafuse verify` says of the ops that vLLM's layers call: failed cases, of how many, and why."""
+    provider = "triton" if device.type == "cuda" else "interpreter"
+    cases = verify.plan((MLA, INDEXER, PREPARE_QK), "quick", device)
+    if quick:
+        # A few are enough to see a fault; every third keeps all three ops.
+        cases = cases[::3]
+    with sabotaged(fault):
+        results = list(verify.verify(cases, [provider], seed=0, device=device))
+    failed = [result for result in results if result.status == "failed"]
+    broken = [reason for result in failed for reason in result.reasons if reason.startswith("raised ")]
+    if broken:  # the fault is to be seen in what is written, not in an error
+        raise RuntimeError(f"{fault.name}: {broken[0]}")
+    return {
+        "cases": sum(result.status != "declined" for result in results),
+        "failed": len(failed),
+        "mismatching_bytes": sum(result.comparison.mismatching_bytes for result in results),
+        "first": failed[0].reasons[0] if failed else None,
+        "call": failed[0].call if failed else None,
+    }
+
+
+def evaluated(names: Sequence[str], model: Path, **changes: Any) -> dict[str, list[dict[str, Any]]]:
+    """What `dsafuse eval` says: the un-fused arm once, and a fused arm for every fault."""
+    from rich.console import Console
+
+    from dsafuse.accuracy import evaluate
+    from dsafuse.accuracy.model import read
+    from dsafuse.vllm import demo_view
+    from dsafuse.vllm.arms import UNFUSED
+
+    checkpoint = read(model)
+    settings = evaluate.settings_for(checkpoint, [evaluate.Cell("auto")], quick=changes.pop("quick"))
+    settings = replace(settings, **{key: value for key, value in changes.items() if value is not None})
+    asked = evaluate.questions(settings)
+    with ExitStack() as stack, demo_view.progress(Console(stderr=True)) as report:
+        made: dict[str, Any] = {}
+        for name in (UNFUSED, *names):
+            logs = stack.enter_context(evaluate.log_folder(settings, name))
+            unfused, fused = evaluate.answering_arms(settings, asked, logs)
+            made[name] = unfused if name == UNFUSED else fused
+            if name != UNFUSED:
+                fused.name = name
+                fused.command = ["-m", "benchmarks.sabotage", "--arm", name]
+        wrong = evaluate.serve_arms(settings, list(made.values()), report)
+    for problem in wrong:
+        sys.stderr.write(f"{problem}\n")
+    found = {}
+    for name in names:
+        cells = [cell for cell in settings.cells if cell in made[UNFUSED].results and cell in made[name].results]
+        compared = [
+            evaluate.compare(settings, asked, cell, made[UNFUSED].results[cell], made[name].results[cell])
+            for cell in cells
+        ]
+        found[name] = [each.record() for each in compared]
+    return found
+
+
+def verdicts(record: dict[str, Any]) -> dict[str, bool]:
+    """Who sees a fault: verify; a significant loss of accuracy; answers that differ."""
+    from dsafuse.accuracy.paired import SIGNIFICANT
+
+    cells = record.get("eval") or []
+    return {
+        "verify": record["verify"]["failed"] > 0,
+        "accuracy": any(cell["p"] < SIGNIFICANT and cell["lost"] > cell["gained"] for cell in cells),
+        "answers": any(cell["differing"] for cell in cells),
+    }
+
+
+def markdown(records: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/accuracy.md."""
+    lines = [
+        "| fault | `verify`: failed | un-fused, % | fused, % | lost/gained | p | answers differ | accuracy alone |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, record in records.items():
+        v, seen = record["verify"], verdicts(record)
+        row = [name, f"{v['failed']} of {v['cases']}"]
+        for cell in record.get("eval") or []:
+            row += [f"{100 * cell[arm]['accuracy']:.2f}" for arm in ("unfused", "fused")]
+            row += [f"{cell['lost']}/{cell['gained']}", f"{cell['p']:.2g}", str(cell["differing"])]
+        row += ["-"] * (7 - len(row)) + ["sees it" if seen["accuracy"] else "sees nothing"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 if `verify` catches every fault and lets the path as it is pass."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sabotage", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "model", nargs="?", type=Path, help="a folder with a DSA model; without it only verify is asked"
+    )
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this one; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few cases and few problems")
+    parser.add_argument("--problems", type=int, help="problems of each task at each context")
+    parser.add_argument("--logs", type=Path, help="folder for the arms' logs")
+    parser.add_argument("--time-limit", type=float, help="seconds for all arms")
+    parser.add_argument("--out", type=Path, help="write JSON to this file")
+    parser.add_argument("--arm", choices=list(FAULTS), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.arm:
+        from dsafuse.vllm import arm
+
+        with sabotaged(FAULTS[options.arm]):
+            arm.main()
+        return 0
+    names = options.fault or list(FAULTS)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    records: dict[str, dict[str, Any]] = {}
+    for name in names:
+        records[name] = {"like": FAULTS[name].like, "verify": verified(FAULTS[name], device, options.quick)}
+        v = records[name]["verify"]
+        sys.stderr.write(f"verify, {name}: {v['failed']} of {v['cases']} cases failed; {v['first'] or ''}\n")
+    if options.model is not None:
+        settings = {"problems": options.problems, "logs": options.logs, "seconds": options.time_limit}
+        for name, cells in evaluated(names, options.model, quick=options.quick, **settings).items():
+            records[name]["eval"] = cells
+    for record in records.values():
+        record["seen_by"] = verdicts(record)
+    if options.out is not None:
+        options.out.write_text(json.dumps(records, indent=1) + "\n")
+    sys.stdout.write(markdown(records) + "\n")
+    served = options.model is None or all(record["eval"] for record in records.values())
+    right = all(record["seen_by"]["verify"] == (name != NONE) for name, record in records.items())
+    return 0 if served and right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
