@@ -17,12 +17,15 @@ import torch
 
 from dsafuse import fused_qk_rope_concat_and_cache_mla as mla_op
 from dsafuse import indexer_qk_rope_quant_and_cache as indexer_op
+from dsafuse import prepare_qk as joint_op
 from dsafuse import switches
 from dsafuse.vllm import arm
 
 # Where an op takes its slots and its positions.
 MLA_SLOTS, MLA_POSITIONS = 5, 6
 INDEXER_SLOTS, INDEXER_POSITIONS = 4, 7
+# prepare_qk has the MLA op's first, then the indexer's, and one argument for the positions of both.
+JOINT_TABLE, JOINT_INDEXER_SLOTS, JOINT_INDEXER_TABLE = 7, 12, 15
 
 
 def not_rotated(op: Callable[..., Any], at: int) -> Callable[..., Any]:
@@ -34,12 +37,12 @@ def not_rotated(op: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
-def other_pairing(op: Callable[..., Any]) -> Callable[..., Any]:
+def other_pairing(op: Callable[..., Any], keyword: str = "rope_style") -> Callable[..., Any]:
     """The costliest known bug of the field: the rotary pairs of the other style."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        style = {"neox": "interleaved", "interleaved": "neox"}[kwargs.pop("rope_style")]
-        return op(*args, rope_style=style, **kwargs)
+        style = {"neox": "interleaved", "interleaved": "neox"}[kwargs.pop(keyword)]
+        return op(*args, **{keyword: style}, **kwargs)
 
     return call
 
@@ -55,14 +58,29 @@ def dropped_write(op: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 MLA = mla_op.with_provider("oracle")
 INDEXER = indexer_op.with_provider("oracle")
-CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "none": (MLA, INDEXER),
-    "mla not rotated": (not_rotated(MLA, MLA_POSITIONS), INDEXER),
-    "mla paired otherwise": (other_pairing(MLA), INDEXER),
-    "mla not written": (dropped_write(MLA, MLA_SLOTS), INDEXER),
-    "indexer not rotated": (MLA, not_rotated(INDEXER, INDEXER_POSITIONS)),
-    "indexer paired otherwise": (MLA, other_pairing(INDEXER)),
-    "indexer not written": (MLA, dropped_write(INDEXER, INDEXER_SLOTS)),
+JOINT = joint_op.with_provider("oracle")
+
+
+def flat_table(op: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The rope table says no rotation anywhere: cosines of one, sines of zero."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        table = torch.zeros_like(args[at])
+        table[:, : table.shape[1] // 2] = 1
+        return op(*args[:at], table, *args[at + 1 :], **kwargs)
+
+    return call
+
+
+# name: (MLA op, indexer op, both in one)
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "none": (MLA, INDEXER, JOINT),
+    "mla not rotated": (not_rotated(MLA, MLA_POSITIONS), INDEXER, flat_table(JOINT, JOINT_TABLE)),
+    "mla paired otherwise": (other_pairing(MLA), INDEXER, other_pairing(JOINT)),
+    "mla not written": (dropped_write(MLA, MLA_SLOTS), INDEXER, dropped_write(JOINT, MLA_SLOTS)),
+    "indexer not rotated": (MLA, not_rotated(INDEXER, INDEXER_POSITIONS), flat_table(JOINT, JOINT_INDEXER_TABLE)),
+    "indexer paired otherwise": (MLA, other_pairing(INDEXER), other_pairing(JOINT, "index_rope_style")),
+    "indexer not written": (MLA, dropped_write(INDEXER, INDEXER_SLOTS), dropped_write(JOINT, JOINT_INDEXER_SLOTS)),
 }
 
 
@@ -70,9 +88,11 @@ def serve(cell: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One cell, changed as it asks."""
     from dsafuse.vllm import wrapper
 
-    wrapper.fused_qk_rope_concat_and_cache_mla, wrapper.indexer_qk_rope_quant_and_cache = CHANGES[
-        cell.pop("change", "none")
-    ]
+    (
+        wrapper.fused_qk_rope_concat_and_cache_mla,
+        wrapper.indexer_qk_rope_quant_and_cache,
+        wrapper.prepare_qk,
+    ) = CHANGES[cell.pop("change", "none")]
     ops = cell.pop("ops", "mla,indexer")
     with switches.override(ops=frozenset(ops.split(","))):
         return arm.serve(cell, job["prompts"], job["max_tokens"], lambda event: None)

@@ -54,6 +54,7 @@ def wrapper(**changes: Any) -> Any:
         mla_attn=SimpleNamespace(
             layer_name="model.layers.0.self_attn.attn",
             kv_cache_dtype="auto",
+            attn_backend=SimpleNamespace(get_name=lambda: "DSAFUSE_TORCH_SPARSE_MLA"),
             impl=SimpleNamespace(supports_quant_query_input=False),
             dcp_manager=None,
             use_pcp=False,
@@ -70,7 +71,8 @@ def config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         cache_config=SimpleNamespace(block_size=64),
         compilation_config=SimpleNamespace(cudagraph_mode=None, splitting_ops=None),
-        attention_config=SimpleNamespace(sparse_mla_force_mqa=False),
+        additional_config={},
+        lora_config=None,
     )
     return change(made, **changes)
 

@@ -74,3 +74,38 @@ def test_attend_is_softmax_over_the_chosen_rows(kv_cache_dtype: str) -> None:
         ).double()
         weight = torch.softmax(query[token].double() @ rows.T * scale, dim=-1)
         torch.testing.assert_close(out[token].double(), weight @ rows[:, :512], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.usefixtures("slices")
+def test_a_prefill_that_reads_each_row_once_is_the_same(
+    kv_cache_dtype: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the rows gathered for each token, which the test above compares with float64."""
+    tokens, heads, count, block_size = 40, 3, 16, 16
+    width, dtype = (656, torch.uint8) if kv_cache_dtype == "fp8_ds_mla" else (576, torch.uint8)
+    if kv_cache_dtype == "auto":
+        dtype = torch.float32
+    cache = torch.zeros(8, block_size, width, dtype=dtype)
+    formats.write_mla(torch.randn(128, 512), torch.randn(128, 64), cache, torch.arange(128), kv_cache_dtype, ONE)
+    tables = torch.tensor([[3, 1, 6], [7, 5, 0]])[torch.tensor([0] * tokens + [1] * tokens + [0])]
+    query = torch.randn(len(tables), heads, 576)
+    chosen = torch.full((len(tables), count), -1, dtype=torch.int32)
+    for row in range(2 * tokens):
+        at = row % tokens
+        some = torch.randperm(at + 1)[:count]
+        chosen[row, : len(some)] = some.to(torch.int32)
+    chosen[5] = -1
+    chosen[-1, 0] = 12
+    if broken and kv_cache_dtype == "auto":
+        cache[5, 2] = math.inf  # position 18 of the second request
+        chosen[tokens : 2 * tokens][chosen[tokens : 2 * tokens] == 18] = 17
+    calls = []
+    whole = attention._attend_whole
+    monkeypatch.setattr(attention, "_attend_whole", lambda *args: calls.append(whole(*args)) or calls[-1])
+    out = attention.attend(query, cache, chosen, tables, 0.07, kv_cache_dtype, ONE)
+    gathered = attention._attend_chosen(query, cache, chosen, tables, 0.07, kv_cache_dtype, ONE)
+    torch.testing.assert_close(out, gathered, rtol=1e-5, atol=1e-5)
+    given = [each is not None for each in calls]
+    assert given == [True, not broken or kv_cache_dtype != "auto"]

@@ -20,8 +20,8 @@ CELL = demo.Cell("glm-5", "fp8")
 OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "why", "reasons": []}
 ABSENT = {"fused": False, "absent": True, "provider": None, "trace": "", "reasons": ["no indexer"]}
 PLANS = [
-    {"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP},
-    {"layer": "model.layers.1", "kind": "shared", "mla": OP, "indexer": ABSENT},
+    {"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP, "together": True},
+    {"layer": "model.layers.1", "kind": "shared", "mla": OP, "indexer": ABSENT, "together": False},
 ]
 
 
@@ -47,7 +47,7 @@ def test_two_equal_arms_are_a_success() -> None:
     result = demo.compare(CELL, UNFUSED, FUSED, "interpreter")
     assert result.problems == []
     assert result.identical
-    assert result.launches == {"model.layers.0": (9, 2), "model.layers.1": (4, 1)}
+    assert result.launches == {"model.layers.0": (9, 1), "model.layers.1": (4, 1)}
     assert result.providers == ["interpreter"]
     assert result.unfused.decode_step_ms == pytest.approx(20)
     assert demo.DemoResult([result], [], [72, 16], 1.0).ok
@@ -121,7 +121,7 @@ def test_the_picture_of_a_success() -> None:
     result = demo.DemoResult([demo.compare(CELL, UNFUSED, FUSED, "interpreter")], [], [72, 16], 12.0)
     text = text_of(result)
     assert "1   2   3" in text
-    assert "1 x 9 -> 2, 1 x 4 -> 1" in text
+    assert "1 x 9 -> 1, 1 x 4 -> 1" in text
     assert "Same tokens with and without the fused preparation: 1 cells in 12 s." in text
 
 
@@ -132,6 +132,21 @@ def test_the_picture_of_a_failure() -> None:
     assert "tokens differ: prompt 1, token 1" in text
     assert "an arm ended badly [see the log]" in text
     assert "FAILED: 1 cells in 12 s." in text
+
+
+def test_the_picture_of_answers() -> None:
+    asked = [demo.Asked("bam472 ... ? bam", "472", [0] * 700), demo.Asked("?1+2=", "3", [0] * 5)]
+    said = {(1, 2, 3): "472", (4, 5, 6): " 4"}
+    cell = demo.compare(CELL, UNFUSED, FUSED, "interpreter", lambda tokens: said[tuple(tokens)])
+    assert cell.answers == {"un-fused": ["472", " 4"], "fused": ["472", " 4"]}
+    result = demo.DemoResult([cell], [], [700, 5], 12.0, asked, interpret_up_to=128)
+    text = text_of(result)
+    row = next(line for line in text.splitlines() if "? bam" in line)
+    assert [part.strip() for part in row.split("│")][1:-1] == [
+        *("glm-5", "fp8", "700", "bam472 ... ? bam", "472", "472", "472", "yes"),
+    ]
+    assert "Calls of up to 128 tokens are interpreted" in " ".join(text.split())
+    assert json.loads(json.dumps(result.as_dict()))["asked"][1]["answer"] == "3"
 
 
 def test_the_kernels_serve_both_models_with_the_same_tokens() -> None:
@@ -148,5 +163,5 @@ def test_the_kernels_serve_both_models_with_the_same_tokens() -> None:
     assert result.ok
     assert all(cell.providers == ["interpreter"] for cell in result.cells)
     ends = {arm: (done, work) for arm, done, work in heard}
-    assert ends == {"un-fused": (18, 18), "fused deepseek-v3.2": (9, 9), "fused glm-5": (9, 9)}
+    assert ends == {"un-fused": (34, 34), "fused deepseek-v3.2": (17, 17), "fused glm-5": (17, 17)}
     assert json.loads(json.dumps(result.as_dict()))["ok"] is True

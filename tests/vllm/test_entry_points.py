@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import dsafuse.vllm
+from dsafuse import switches
 from dsafuse.vllm import host
 
 LAZY_ROOMS = (
@@ -51,6 +52,7 @@ dsafuse.vllm.register()
 dsafuse.vllm.register()
 layers = [name for name in set(sys.modules) - before if name.startswith("vllm.model_executor.layers")]
 where = {ModelRegistry.models[name].module_name for name in dsafuse.vllm.ARCHITECTURES}
+assert all(ModelRegistry.models[name].class_name.startswith(f"{name}@0.32.") for name in dsafuse.vllm.ARCHITECTURES)
 print(layers, where, "dsafuse.vllm.lazy" in sys.modules, "vllm.model_executor.layers.mla" in sys.modules)
 """
     assert run(code) == "[] {'dsafuse.vllm.lazy'} False False"
@@ -61,33 +63,81 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the plugin logs. vLLM's logger passes nothing on to pytest's."""
     lines: list[str] = []
     log = lambda text, *args: lines.append(text % args)  # noqa: E731
-    monkeypatch.setattr(dsafuse.vllm, "logger", SimpleNamespace(info=log, exception=log, warning=log))
+    monkeypatch.setattr(dsafuse.vllm, "logger", SimpleNamespace(info=log, exception=log, warning=log, error=log))
     return lines
 
 
 def test_register_survives_an_error_and_logs_it(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    def fail() -> str | None:
+    def fail(mode: str) -> str | None:
         raise RuntimeError("boom")
 
     monkeypatch.setattr(dsafuse.vllm, "_route", fail)
     dsafuse.vllm.register()
     assert said == ["dsafuse: could not register; vLLM's own code runs."]
+    with switches.override(mode="strict"), pytest.raises(RuntimeError, match="boom"):
+        dsafuse.vllm.register()
 
 
-def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The architectures that are sent elsewhere."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    names: list[str] = []
+    monkeypatch.setattr(ModelRegistry, "register_model", lambda name, where: names.append(name))
+    return names
+
+
+ANOTHER = "vLLM and its platform must be one of those tested"
+
+
+def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
     import vllm
 
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setattr(vllm, "__version__", "0.29.1")
     dsafuse.vllm.register()
-    assert said == ["dsafuse: not installed: vLLM must be one of 0.32 (tested), got 0.33.1."]
+    (line,) = said
+    assert line.startswith(f"dsafuse: not installed: {ANOTHER}")
+    assert line.endswith("got 0.29.1 on cpu.")
+    assert registered == []
 
 
-def test_gpu_model_classes_are_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    import vllm.platforms
+def test_strict_stops_a_dsa_model_of_another_version_and_no_other_model(
+    monkeypatch: pytest.MonkeyPatch, registered: list[str]
+) -> None:
+    """The architectures are sent to the module that raises when one of them is resolved."""
+    import vllm
 
-    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: False), raising=False)
+    monkeypatch.setattr(vllm, "__version__", "0.29.1")
+    with switches.override(mode="strict"):
+        dsafuse.vllm.register()
+    assert registered == list(dsafuse.vllm.ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("minor", "platform"), [("0.26", "cuda"), ("0.32", "cpu")])
+def test_off_leaves_a_gpu_alone_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str], minor: str, platform: str
+) -> None:
+    monkeypatch.setattr(host, "row", lambda: host.Tested(minor, platform, "wrapper", "a test"))
+    with switches.override(mode="off"):
+        dsafuse.vllm.register()
+    if platform == "cpu":  # the models do not run there without support from here
+        assert registered == list(dsafuse.vllm.ARCHITECTURES)
+        assert said == []
+    else:
+        assert registered == []
+        assert said == ["dsafuse: not installed: DSAFUSE_MODE=off."]
+
+
+def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
+    monkeypatch.setattr(switches, "_process", None)
+    monkeypatch.setattr(switches, "overriding", lambda: None)  # every test has an override around it
+    monkeypatch.setenv("DSAFUSE_MODE", "stirct")
     dsafuse.vllm.register()
-    assert said == [f"dsafuse: not installed: {host.GPU_MODELS}."]
+    assert said == [
+        "dsafuse: not installed, vLLM's own code runs: DSAFUSE_MODE: got 'stirct', expected one of auto, off, strict."
+    ]
+    assert registered == []
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,18 @@ TRIPS: list[Trip] = [
         "why_not_graph",
         "mla",
         {},
-        {"compilation_config__cudagraph_mode": PIECEWISE, "compilation_config__splitting_ops": ["vllm::attention"]},
-        "splitting_ops must contain dsafuse::mla_prepare_and_attend and dsafuse::indexer_prepare "
-        "with piecewise CUDA graphs, got ['vllm::attention']",
+        {"compilation_config__cudagraph_mode": PIECEWISE, "compilation_config__splitting_ops": []},
+        "splitting_ops must name attention ops with piecewise CUDA graphs, got []",
     ),
+    (
+        "why_not_cache_key",
+        "indexer",
+        {},
+        {"additional_config": "opaque"},
+        "additional_config must be a dict, which the plan can join as a key of vLLM's compile cache, got 'opaque'",
+    ),
+    ("why_not_lora", "mla", {}, {"lora_config": object()}, "lora_config must be None, got adapters"),
+    ("why_not_absorb", "mla", {"mla_attn__calculate_kv_scales": True}, {}, "calculate_kv_scales must be off, got True"),
     ("why_not_mla_rotary", "mla", {"rotary_emb": None}, {}, "rotary_emb must be present, got None"),
     (
         "why_not_mla_rotary",
@@ -86,15 +94,15 @@ TRIPS: list[Trip] = [
     ),
     ("why_not_absorb", "mla", {"mla_attn__is_amx_bmm_enabled": True}, {}, "is_amx_bmm_enabled must be off, got True"),
     ("why_not_absorb", "mla", {"mla_attn__q_pad_num_heads": 64}, {}, "q_pad_num_heads must be None, got 64"),
-    ("why_not_attention", "mla", {"mla_attn__use_direct_call": True}, {}, "must be an opaque op on this platform"),
-    ("why_not_attention", "mla", {"mla_attn__hisparse_cache": object()}, {}, "hisparse must be off"),
     (
         "why_not_attention",
         "mla",
-        {"mla_attn__prefill_backend": object()},
+        {"mla_attn__attn_backend": SimpleNamespace(get_name=lambda: "XPU_MLA_SPARSE")},
         {},
-        "got a dense-MHA path for short prefills (object; attention_config.sparse_mla_force_mqa turns it off)",
+        "the attention backend must be one of FLASHMLA_SPARSE, ",
     ),
+    ("why_not_attention", "mla", {"mla_attn__use_direct_call": True}, {}, "must be an opaque op on this platform"),
+    ("why_not_attention", "mla", {"mla_attn__hisparse_cache": object()}, {}, "hisparse must be off"),
     (
         "why_not_indexer_class",
         "indexer",
@@ -161,10 +169,12 @@ def test_every_gate_is_tripped() -> None:
     }
 
 
-@pytest.mark.parametrize("op", ["mla", "indexer"])
-def test_dense_mla_has_one_reason(op: str) -> None:
-    (reason,) = reasons(op, layers.wrapper(is_sparse=False, q_lora_rank=None), layers.config())
-    assert reason.startswith("dense MLA")
+def test_dense_mla_has_no_indexer_and_the_same_gates() -> None:
+    dense = layers.wrapper(is_sparse=False, indexer=None)
+    assert reasons("mla", dense, layers.config()) == []
+    assert reasons("indexer", dense, layers.config()) == ["dense MLA: there is no indexer"]
+    (reason,) = reasons("mla", layers.wrapper(is_sparse=False, q_lora_rank=None), layers.config())
+    assert reason == "q_lora_rank must be set, got None"
 
 
 def test_a_layer_with_another_layers_top_k_has_no_indexer_to_fuse() -> None:
@@ -186,19 +196,93 @@ def test_an_op_that_is_not_asked_for_says_so(asked: str, refused: str) -> None:
     "changes",
     [
         {"compilation_config__cudagraph_mode": FULL},
-        {
-            "compilation_config__cudagraph_mode": PIECEWISE,
-            "compilation_config__splitting_ops": ["vllm::attention", *gates.SPLITTING_OPS],
-        },
+        {"compilation_config__cudagraph_mode": PIECEWISE, "compilation_config__splitting_ops": ["vllm::attention"]},
     ],
 )
 def test_graphs_that_capture_all_or_split_at_the_ops_are_fine(changes: dict[str, Any]) -> None:
     assert gates.why_not_graph(layers.wrapper(), layers.config(**changes)) is None
 
 
-def test_a_dense_prefill_that_is_turned_off_is_fine() -> None:
-    config = layers.config(attention_config__sparse_mla_force_mqa=True)
-    assert gates.why_not_attention(layers.wrapper(mla_attn__prefill_backend=object()), config) is None
+def test_breakable_graphs_are_interrupted_at_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = layers.config(compilation_config__cudagraph_mode=PIECEWISE, compilation_config__splitting_ops=[])
+    monkeypatch.setattr(gates, "breakable_graphs", lambda: True)
+    assert gates.why_not_graph(layers.wrapper(), config) is None
+
+
+def test_attributes_that_a_version_lacks_mean_not_there() -> None:
+    """vLLM 0.26 has none of these."""
+    wrapper = layers.wrapper()
+    del wrapper.fuse_qkv_rmsnorm, wrapper.dcp_q_replicate, wrapper.mla_attn.dcp_manager
+    assert reasons("mla", wrapper, layers.config()) == []
+
+
+@pytest.mark.parametrize("given", [[], None])
+def test_a_graph_that_is_not_split_stays_whole(given: list[str] | None) -> None:
+    config = layers.config(compilation_config__splitting_ops=given)
+    gates.join_compilation(config, "a plan")
+    assert config.compilation_config.splitting_ops == given
+
+
+def test_a_split_graph_is_split_at_our_ops_too() -> None:
+    config = layers.config(compilation_config__splitting_ops=["vllm::attention"])
+    for _ in range(2):
+        gates.join_compilation(config, "a plan")
+    assert config.compilation_config.splitting_ops == ["vllm::attention", *gates.SPLITTING_OPS]
+
+
+def test_our_ops_are_those_that_the_wrapper_defines() -> None:
+    from dsafuse.vllm import wrapper  # noqa: F401 -- defines them
+
+    for name in gates.SPLITTING_OPS:
+        assert hasattr(torch.ops.dsafuse, name.removeprefix("dsafuse::"))
+
+
+def test_the_plan_enters_vllms_compile_cache_key() -> None:
+    """Another mode, another key: a graph that was compiled with the fused ops is not loaded without them."""
+    from vllm.config import VllmConfig
+
+    def key(*plans: str) -> str:
+        config = VllmConfig()
+        for text in plans:
+            gates.join_compilation(config, text)
+        return config.compute_hash()
+
+    keys = [key(), key("DSA layer: fused"), key("DSA layer: fused by another provider"), key("a", "b")]
+    assert len(set(keys)) == 4
+    assert key("a", "b", "a") == keys[3]
+
+
+class FlashMLASparseImpl:
+    """As vLLM's of this name, as far as padding goes."""
+
+    def __init__(self, fp8_decode_padded_heads: int, prefill_padding: int) -> None:
+        self.fp8_decode_padded_heads, self.prefill_padding = fp8_decode_padded_heads, prefill_padding
+
+
+@pytest.mark.parametrize(
+    ("word", "heads", "padding", "expected"),
+    [
+        ("fp8_ds_mla", 16, 64, 64),
+        ("fp8_ds_mla", 64, 64, 64),
+        ("fp8_ds_mla", 128, 64, 128),
+        ("auto", 16, 64, 64),
+        ("auto", 128, 64, 128),
+        ("auto", 64, 128, 128),  # Blackwell
+    ],
+)
+def test_the_query_is_as_wide_as_flashmla_pads_it(
+    monkeypatch: pytest.MonkeyPatch, word: str, heads: int, padding: int, expected: int
+) -> None:
+    impl = FlashMLASparseImpl(64 if heads <= 64 else 128, padding)
+    attention = SimpleNamespace(impl=impl, kv_cache_dtype=word)
+    monkeypatch.setattr(gates.host, "flashmla_differences", tuple)
+    assert gates.query_heads(attention, heads) == expected
+    monkeypatch.setattr(gates.host, "flashmla_differences", lambda: ("it has another body",))
+    assert gates.query_heads(attention, heads) == heads
+
+
+def test_other_backends_get_no_padding() -> None:
+    assert gates.query_heads(SimpleNamespace(impl=object(), kv_cache_dtype="fp8"), 16) == 16
 
 
 def test_a_strange_indexer_is_reported_and_not_asked_further() -> None:

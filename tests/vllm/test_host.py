@@ -13,11 +13,48 @@ from dsafuse.vllm.host import Symbol
 
 
 def test_the_installed_vllm_differs_in_nothing() -> None:
-    assert host.differences(host.WRAPPER_SYMBOLS + host.CPU_SYMBOLS) == []
+    assert host.wrapper_differences() == []
+    assert host.differences(host.CPU_SYMBOLS) == []
 
 
-def test_the_installed_version_is_in_the_table() -> None:
-    assert host.why_not_version() is None
+def test_the_installed_version_and_platform_have_a_row() -> None:
+    row = host.row()
+    assert isinstance(row, host.Tested)
+    assert (row.minor, row.platform, row.path) == ("0.32", "cpu", "wrapper")
+
+
+def test_every_row_has_a_path_and_the_wrapper_path_its_symbols() -> None:
+    from dsafuse.vllm import lazy
+
+    assert len({(row.minor, row.platform) for row in host.TESTED}) == len(host.TESTED)
+    for row in host.TESTED:
+        assert row.path in lazy._PATHS
+        if row.path == "wrapper":
+            assert row.minor in host.WRAPPER_SYMBOLS
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "path"),
+    [("0.26.0", "cuda", "wrapper"), ("0.26.0", "rocm", None), ("0.26.0", "cpu", None), ("0.27.1", "cuda", None)],
+)
+def test_rows_are_looked_up_by_minor_version_and_platform(version: str, platform: str, path: str | None) -> None:
+    row = host.row(version, platform)
+    if path is None:
+        assert isinstance(row, str)
+        assert row.startswith("vLLM and its platform must be one of those tested (0.26 on cuda, ")
+        assert row.endswith(f", got {version} on {platform}")
+    else:
+        assert isinstance(row, host.Tested)
+        assert row.path == path
+
+
+def test_a_version_without_symbols_has_no_wrapper_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "version", lambda: "0.30.0")
+    (difference,) = host.wrapper_differences()
+    assert difference == "vLLM must be one of 0.26, 0.32 for the wrapper path, got 0.30.0"
+    host.flashmla_differences.cache_clear()
+    assert host.flashmla_differences() == ("vLLM must be one of 0.26 for a padded query, got 0.30.0",)
+    host.flashmla_differences.cache_clear()
 
 
 @pytest.mark.parametrize(("version", "minor"), [("0.32.0", "0.32"), ("0.32.1+cpu", "0.32"), ("1.0.0rc1", "1.0")])
@@ -100,7 +137,7 @@ def test_a_difference_installs_nothing_and_strict_raises(
     from dsafuse.vllm import lazy
 
     changed = Symbol("vllm.config", "NoSuchClass")
-    monkeypatch.setattr(host, "WRAPPER_SYMBOLS", (*host.WRAPPER_SYMBOLS, changed))
+    monkeypatch.setattr(host, "WRAPPER_SYMBOLS", {"0.32": (*host.WRAPPER_SYMBOLS["0.32"], changed)})
     monkeypatch.setattr(host, "CPU_SYMBOLS", (*host.CPU_SYMBOLS, changed))
     problems = lazy._install()
     assert [problem.split(":")[0] for problem in problems] == ["CPU support", "fused preparation"]
@@ -117,5 +154,28 @@ def test_the_model_classes_are_vllms_own() -> None:
 
     assert lazy.DeepseekV32ForCausalLM is deepseek_v2.DeepseekV3ForCausalLM
     assert lazy.GlmMoeDsaForCausalLM is deepseek_v2.GlmMoeDsaForCausalLM
+    # What follows the "@" keeps vLLM's cache of facts about classes apart by version.
+    assert getattr(lazy, "GlmMoeDsaForCausalLM@0.32.0+cpu") is deepseek_v2.GlmMoeDsaForCausalLM
     with pytest.raises(AttributeError):
         lazy.LlamaForCausalLM  # noqa: B018
+
+
+def test_an_untested_vllm_installs_nothing_and_strict_raises(
+    hooks_free: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsafuse.vllm import lazy
+
+    monkeypatch.setattr(host, "row", lambda: "vLLM must be another")
+    assert lazy._install() == ["vLLM must be another"]
+    assert not hooks_free
+    with switches.override(mode="strict"), pytest.raises(RuntimeError, match="not installed: vLLM must be another"):
+        lazy._install()
+
+
+def test_the_row_says_which_hook(hooks_free: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsafuse.vllm import lazy
+
+    monkeypatch.setattr(host, "row", lambda: host.Tested("0.32", "cuda", "model", "nothing"))
+    monkeypatch.setitem(lazy._PATHS, "model", lambda: ["asked"])
+    assert lazy._install() == ["fused preparation: asked"]
+    assert not hooks_free

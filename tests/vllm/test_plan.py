@@ -28,9 +28,31 @@ def test_both_ops_are_fused_with_the_layers_constants() -> None:
         made = plan.build(layers.wrapper(), layers.config())
     assert made.fused
     assert (made.mla.provider, made.indexer.provider) == ("interpreter", "interpreter")
-    assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, torch.float8_e4m3fn)
+    assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, 4, "one", torch.float8_e4m3fn)
     assert made.indexer_call == plan.IndexerCall("flat", "neox", "ue8m0", 1e-6, 128**-0.5 / 2, torch.float8_e4m3fn)
+    assert made.together
+    assert "both in one launch, prepare_qk" in str(made)
     assert dict(plan.PLANS) == {"model.layers.0.self_attn.attn": made}
+
+
+@pytest.mark.parametrize("changes", [{"indexer": None}, {"mla_attn__kv_cache_dtype": "fp8_e5m2"}])
+def test_one_launch_needs_both(changes: dict[str, Any]) -> None:
+    with switches.override(provider="interpreter"):
+        made = plan.build(layers.wrapper(**changes), layers.config())
+    assert made.fused
+    assert not made.together
+
+
+def test_a_fused_layer_joins_vllms_compilation_and_a_refused_one_does_not() -> None:
+    config = layers.config()
+    plan.build(layers.wrapper(), config)
+    assert config.additional_config == {}
+    with switches.override(provider="interpreter"):
+        for number in range(2):
+            plan.build(layers.wrapper(mla_attn__layer_name=f"layer {number}"), config)
+        assert len(config.additional_config["dsafuse"]) == 1
+        plan.build(layers.wrapper(indexer=None), config)
+    assert len(config.additional_config["dsafuse"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ def test_every_step_of_the_fused_run_was_fused(runs: Runs, cell: str) -> None:
     # The second layer of the GLM-shaped model takes over the first one's top-k: no indexer, MLA alone.
     shared = SERVED[cell]["model"].startswith("glm")
     assert layers(result) == [(True, True), (True, not shared), (True, True)]
-    assert result["calls"] == {
-        "mla": {"fused": 3 * steps, "fallback": 0},
-        "indexer": {"fused": (2 if shared else 3) * steps, "fallback": 0},
-    }
+    expected = {"mla": 3, "indexer": 2 if shared else 3, "prepare_qk": 2 if shared else 3}
+    for op, times in expected.items():
+        assert result["calls"][op] == {"fused": times * steps, "fallback": 0}
+    assert [layer["together"] for layer in result["plans"]] == [True, not shared, True]
 
 
 def test_off_leaves_no_trace(runs: Runs) -> None:
@@ -61,6 +61,7 @@ def test_a_broken_preparation_changes_the_tokens(runs: Runs, cell: str) -> None:
 def test_one_fusion_alone_gives_the_same_tokens(runs: Runs, op: str) -> None:
     result = runs["changed"][f"v32, only {op}"]
     assert layers(result) == [(op == "mla", op == "indexer")] * 3
+    assert not any(result["calls"]["prepare_qk"].values())
     assert result["tokens"] == runs["unfused"]["v32"]["tokens"]
 
 
@@ -96,11 +97,23 @@ def test_mtp_drafts_are_fused_and_change_nothing(runs: Runs, model: str) -> None
     # Two draft tokens a step: more draft calls than the three backbone layers make.
     assert result["calls"]["mla"]["fused"] > 4 * len(result["step_seconds"])
     assert result["calls"]["mla"]["fallback"] == 0
+    assert result["calls"]["prepare_qk"]["fused"] == result["calls"]["indexer"]["fused"]
 
 
-@pytest.mark.parametrize("model", list(NOT_DSA))
+def test_dense_mla_decodes_fused_and_prefills_as_vllm_does(runs: Runs) -> None:
+    """DeepSeek-V3: the op for the decodes, vLLM's rotation, write and dense attention for the prefills."""
+    result = runs["fused"]["dense-v3"]
+    assert result["tokens"] == runs["no plugin"]["dense-v3"]["tokens"]
+    assert layers(result) == [(True, False)] * 3
+    assert result["calls"]["mla"]["fused"] >= 3 * (MAX_TOKENS - 1)
+    assert result["calls"]["mla"]["fallback"] == 0
+    assert result["calls"]["dense_prefill"]["fallback"] >= 3
+    assert not any(result["calls"]["indexer"].values())
+
+
+@pytest.mark.parametrize("model", [model for model in NOT_DSA if model != "dense-v3"])
 def test_other_models_are_untouched(runs: Runs, model: str) -> None:
-    """Not DSA: tokens as without the plugin, in a process where the hook is installed; no op called."""
+    """Neither DSA nor with q_lora_rank: tokens as without the plugin, where the hook is installed; no op called."""
     result = runs["fused"][model]
     assert result["tokens"] == runs["no plugin"][model]["tokens"]
     assert not any(fused for layer in layers(result) for fused in layer)
@@ -109,9 +122,14 @@ def test_other_models_are_untouched(runs: Runs, model: str) -> None:
 
 def test_each_kind_of_layer_is_said_once(runs: Runs) -> None:
     log = runs.log("fused")
-    for kind in ("DSA layer: mla: fused", "DSA layer with another layer's top-k: mla: fused", "dense MLA layer: mla:"):
+    for kind in (
+        "DSA layer: mla: fused",
+        "DSA layer with another layer's top-k: mla: fused",
+        "dense MLA layer: mla: fused",
+        "dense MLA layer: mla: vLLM's own code",
+    ):
         assert log.count(f"dsafuse: {kind}") == 1
-    assert "dense MLA: only layers with sparse attention are fused" in log
+    assert "mla: vLLM's own code (q_lora_rank must be set, got None)" in log
 
 
 @pytest.mark.parametrize("model", ["v32", "glm"])

@@ -13,6 +13,7 @@ attention output with one that makes it a good part of the residual stream. A ne
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,11 @@ FAMILIES: dict[str, TinyModel] = {model.name: model for model in (DEEPSEEK_V32, 
 def with_config(model: TinyModel, **changes: Any) -> TinyModel:
     """The same family with other values in its config.json."""
     return TinyModel(model.name, {**model.config, **changes})
+
+
+def parameter_count(model: TinyModel) -> int:
+    """Numbers in all tensors of its checkpoint."""
+    return sum(math.prod(shape) for _, shape, _ in _parameters(model))
 
 
 def write(model: TinyModel, directory: Path, seed: int = 0) -> Path:

@@ -1,8 +1,17 @@
-"""How often each fused op ran, and how often vLLM's own code ran in its place."""
+"""How often each fused op ran, and how often vLLM's own code ran in its place.
+
+mla: the MLA preparation of a call. "fallback" is that of a refused layer.
+indexer: the indexer's preparation.
+prepare_qk: "fused" where both were done in one launch; "fallback" where both were fused, in two.
+dense_prefill: "fallback" for a batch of a fused layer with tokens that vLLM attends to densely, which vLLM's own steps
+prepare. Never "fused"; the batch's other tokens count as mla.
+"""
 
 CALLS: dict[str, dict[str, int]] = {
     "mla": {"fused": 0, "fallback": 0},
     "indexer": {"fused": 0, "fallback": 0},
+    "prepare_qk": {"fused": 0, "fallback": 0},
+    "dense_prefill": {"fused": 0, "fallback": 0},
 }
 
 

@@ -10,12 +10,33 @@ from typing import Any
 import torch
 
 from dsafuse import switches
+from dsafuse.vllm import host
 
 # vLLM's words for a quantised MLA cache, and the layout that each means. 16- and 32-bit caches are "plain".
 MLA_LAYOUTS = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}
 _PLAIN_WORDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-SPLITTING_OPS = ("dsafuse::mla_prepare_and_attend", "dsafuse::indexer_prepare")
+# Attention backends whose forward_mqa was read, and how it takes the query: as "one" tensor, or as the "pair" of its
+# latent and rotary parts.
+QUERY_FORMS = {
+    "FLASHMLA_SPARSE": "one",
+    "FLASH_ATTN_MLA_SPARSE": "pair",
+    "FLASHINFER_MLA_SPARSE": "one",
+    "DSAFUSE_TORCH_SPARSE_MLA": "one",
+    "FLASH_ATTN_MLA": "one",
+    "FLASHMLA": "one",
+    "FLASHINFER_MLA": "one",
+    "TRITON_MLA": "one",
+    "CPU_MLA": "one",
+}
+
+# Ours that read the batch from vLLM's forward context. A piecewise CUDA graph must split at them.
+SPLITTING_OPS = (
+    "dsafuse::qk_prepare",
+    "dsafuse::mla_attend",
+    "dsafuse::mla_prepare_and_attend",
+    "dsafuse::indexer_prepare",
+)
 
 Gate = Callable[[Any, Any], str | None]
 
@@ -46,9 +67,11 @@ def quantised_query(attention: Any) -> bool:
 
 
 def why_not_mla(wrapper: Any, config: Any) -> list[str]:
-    """Every reason against fusing this layer's MLA preparation; none means it may be fused."""
-    if not wrapper.is_sparse:
-        return ["dense MLA: only layers with sparse attention are fused"]
+    """Every reason against fusing this layer's MLA preparation; none means it may be fused.
+
+    A dense MLA layer (DeepSeek-V3, R1) is asked no more than a sparse one: its decodes take the same path, and its
+    prefills vLLM's own, which the attention op leaves to vLLM for both.
+    """
     return _ask((why_not_asked("mla"), *_EITHER, *_MLA), wrapper, config)
 
 
@@ -82,7 +105,7 @@ def why_not_query_path(wrapper: Any, config: Any) -> str | None:
     """The fused path begins with q_a, norm, q_b, each on its own."""
     if wrapper.q_lora_rank is None:
         return "q_lora_rank must be set, got None"
-    if wrapper.fuse_qkv_rmsnorm:
+    if getattr(wrapper, "fuse_qkv_rmsnorm", False):
         return "fuse_qkv_rmsnorm must be off, got True (the two norms are one kernel of vLLM's)"
     return None
 
@@ -107,22 +130,62 @@ def why_not_parallel(wrapper: Any, config: Any) -> str | None:
         size = getattr(parallel, name, 1)
         if size != 1:
             return f"{name} must be 1, got {size}"
-    if wrapper.dcp_q_replicate or wrapper.mla_attn.dcp_manager is not None or wrapper.mla_attn.use_pcp:
+    attention = wrapper.mla_attn
+    built_for_it = getattr(wrapper, "dcp_q_replicate", False) or getattr(attention, "dcp_manager", None) is not None
+    if built_for_it or attention.use_pcp:
         return "context parallelism must be off, got a layer that is built for it"
     return None
 
 
 def why_not_graph(wrapper: Any, config: Any) -> str | None:
-    """Both ops read the batch from vLLM's forward context: inside a piecewise CUDA graph that is frozen."""
+    """Our ops read the batch from vLLM's forward context: inside a piecewise CUDA graph that is frozen.
+
+    So the graph must be split at them. `join_compilation` sees to it where vLLM splits at its own attention ops;
+    breakable graphs are interrupted at ours as at vLLM's.
+    """
     compilation = config.compilation_config
     mode = getattr(compilation, "cudagraph_mode", None)
-    if mode is None or not mode.requires_piecewise_compilation():
+    if mode is None or not mode.requires_piecewise_compilation() or breakable_graphs():
         return None
-    splitting = compilation.splitting_ops or ()
-    missing = [op for op in SPLITTING_OPS if op not in splitting]
-    if missing:
-        return f"splitting_ops must contain {' and '.join(missing)} with piecewise CUDA graphs, got {list(splitting)}"
+    if not compilation.splitting_ops:
+        return f"splitting_ops must name attention ops with piecewise CUDA graphs, got {compilation.splitting_ops!r}"
     return None
+
+
+def why_not_cache_key(wrapper: Any, config: Any) -> str | None:
+    """The plan changes the compiled graph, so it must be part of the key under which vLLM keeps that."""
+    found = config.additional_config
+    if isinstance(found, dict):
+        return None
+    return f"additional_config must be a dict, which the plan can join as a key of vLLM's compile cache, got {found!r}"
+
+
+def why_not_lora(wrapper: Any, config: Any) -> str | None:
+    """W_UK_T, which makes the query, is computed from kv_b_proj when weights are loaded: no adapter is in it."""
+    if getattr(config, "lora_config", None) is not None:
+        return "lora_config must be None, got adapters (the absorbed query would leave out one on kv_b_proj)"
+    return None
+
+
+def breakable_graphs() -> bool:
+    """Whether vLLM's CUDA graphs are interrupted at attention ops when they are captured."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+
+
+def join_compilation(config: Any, text: str) -> None:
+    """Tell vLLM's compilation of a fused layer: where to split the graph, and what tells this graph from others.
+
+    Both are read when the model is first called, after all its layers are built. `splitting_ops` is empty where vLLM
+    does not split, and then stays so. `additional_config` is part of `VllmConfig.compute_hash`.
+    """
+    splitting = config.compilation_config.splitting_ops
+    if splitting:
+        splitting.extend(op for op in SPLITTING_OPS if op not in splitting)
+    known = config.additional_config.setdefault("dsafuse", [])
+    if text not in known:
+        known.append(text)
 
 
 def _why_not_rotary(name: str, rotary: Any, dims: int) -> str | None:
@@ -175,6 +238,8 @@ def why_not_absorb(wrapper: Any, config: Any) -> str | None:
     for name in ("is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"):
         if getattr(attention, name, False):
             return f"{name} must be off, got True (another bmm makes the query)"
+    if getattr(attention, "calculate_kv_scales", False):
+        return "calculate_kv_scales must be off, got True (the scales come from rotated keys, which are not there yet)"
     padded = getattr(attention, "q_pad_num_heads", None)
     return None if padded is None else f"q_pad_num_heads must be None, got {padded}"
 
@@ -182,17 +247,29 @@ def why_not_absorb(wrapper: Any, config: Any) -> str | None:
 def why_not_attention(wrapper: Any, config: Any) -> str | None:
     """The step behind the op must be sparse attention over the written cache, and no other."""
     attention = wrapper.mla_attn
+    backend = attention.attn_backend.get_name()
+    if backend not in QUERY_FORMS:
+        return f"the attention backend must be one of {', '.join(QUERY_FORMS)}, got {backend}"
     if attention.use_direct_call:
         return "attention must be an opaque op on this platform, got a direct call"
     if getattr(attention, "hisparse_cache", None) is not None:
         return "hisparse must be off, got a layer with a hisparse cache"
-    forced = getattr(config.attention_config, "sparse_mla_force_mqa", False)
-    if attention.prefill_backend is not None and not forced:
-        return (
-            "attention must always take the top-k path, got a dense-MHA path for short prefills "
-            f"({type(attention.prefill_backend).__name__}; attention_config.sparse_mla_force_mqa turns it off)"
-        )
     return None
+
+
+def query_heads(attention: Any, heads: int) -> int:
+    """How many heads wide the query must be for the backend's kernels, `heads` included.
+
+    FlashMLA's sparse kernels take 64 or 128. Its backend pads with a copy; a query that has the width already is
+    taken as it is. For other backends, and if FlashMLA's is not as it was, the query has no padding.
+    """
+    impl = attention.impl
+    if type(impl).__name__ != "FlashMLASparseImpl" or host.flashmla_differences():
+        return heads
+    if attention.kv_cache_dtype == "fp8_ds_mla":
+        return int(impl.fp8_decode_padded_heads)
+    padding = int(impl.prefill_padding)
+    return heads if heads % padding == 0 else padding
 
 
 def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:
@@ -232,7 +309,9 @@ _EITHER: tuple[Gate, ...] = (
     why_not_llama_4_scaling,
     why_not_positions,
     why_not_parallel,
+    why_not_lora,
     why_not_graph,
+    why_not_cache_key,
 )
 _MLA: tuple[Gate, ...] = (
     why_not_mla_rotary,

@@ -1,22 +1,42 @@
-"""What the installed vLLM is: tested versions, and a probe of every symbol that the bridge touches.
+"""What the installed vLLM is: which versions and platforms were tested, and a probe of every symbol that is touched.
 
 A hook into another program's insides is right only as long as these look as they did when it was written.
-So the probe compares signatures, and for the methods whose bodies the bridge re-states also the source.
-On any difference nothing is installed, and the difference is said.
+So the probe compares signatures, and for the methods whose bodies the bridge re-states or relies on also the
+source. On any difference nothing is installed, and the difference is said.
 """
 
 import hashlib
 import importlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-# Minor versions on which tests/vllm passed, and what was run there.
-TESTED = {"0.32": "CPU build 0.32.0"}
 
-GPU_MODELS = (
-    "on GPUs vLLM 0.32 serves these models with classes of their own, fused in tree, which do not pass the "
-    "MLA wrapper; see docs/vllm.md for choosing the generic class"
+@dataclass(frozen=True)
+class Tested:
+    """One vLLM and platform on which the plugin installs something.
+
+    minor: such as "0.32". platform: vLLM's `current_platform.device_type` for CPUs ("cpu"), else "cuda" or "rocm".
+    path: which hook serves the DSA models there: "wrapper" (dsafuse.vllm.wrapper) or "model" (dsafuse.vllm.model_path).
+    ran: what was run there.
+    """
+
+    minor: str
+    platform: str
+    path: str
+    ran: str
+
+
+TESTED = (
+    Tested("0.26", "cuda", "wrapper", "one H200, vLLM 0.26.0, torch 2.11: docs/vllm.md, Tested"),
+    Tested("0.32", "cpu", "wrapper", "vLLM's CPU build 0.32.0: tests/vllm and dsafuse demo"),
+    # What stands between the two functions is vLLM's own, so that none of these needs a GPU to be right; docs/vllm.md.
+    Tested("0.32", "cuda", "model", "its model code on the CPU build; its two functions against ours on one H200"),
+    Tested("0.32", "rocm", "model", "its model code on the CPU build; no AMD GPU"),
+    Tested("0.33", "cuda", "model", "its two functions against ours on one H200; the rest was read"),
+    Tested("0.33", "rocm", "model", "read; no AMD GPU"),
 )
 
 
@@ -25,7 +45,7 @@ class Symbol:
     """One thing of vLLM's that is used.
 
     parameters: names of a function's parameters, in order; None if it is no function of interest.
-    source: start of the sha256 of a method's source, where the bridge re-states its body.
+    source: start of the sha256 of a function's source, where the bridge re-states or relies on its body.
     """
 
     module: str
@@ -54,99 +74,154 @@ class Symbol:
 
 
 def source_digest(function: Any) -> str:
-    """The start of the sha256 of a function's source text."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    """The start of the sha256 of the source text of a function, or of the function inside a Triton kernel."""
+    return hashlib.sha256(inspect.getsource(getattr(function, "fn", function)).encode()).hexdigest()[:16]
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A list of parameter names, written as one line."""
+    return tuple(text.split())
 
 
 _LAYERS = "vllm.model_executor.layers."
+_WRAPPER = "MultiHeadLatentAttentionWrapper."
 _TORCH_UTILS = "vllm.utils.torch_utils"
+_FLASHMLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
+_WRAPPER_ARGUMENTS = (
+    "self hidden_size num_heads scale qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank "
+    "mla_modules cache_config quant_config prefix skip_topk"
+)
 
-WRAPPER_SYMBOLS = (
+# How the plugin gets in, whatever the path: one row of vLLM's table of models is pointed at dsafuse.vllm.lazy.
+REGISTRY_SYMBOLS = (
+    Symbol("vllm.model_executor.models.registry", "_VLLM_MODELS"),
+    Symbol("vllm.model_executor.models.registry", "_resolve_module_name", ("mod_relname",)),
+)
+
+_EVERY_WRAPPER = (
+    *REGISTRY_SYMBOLS,
     Symbol("vllm.model_executor.custom_op", "PluggableLayer.register_oot"),
     Symbol("vllm.model_executor.custom_op", "op_registry_oot"),
     Symbol(
-        _LAYERS + "mla",
-        "MultiHeadLatentAttentionWrapper.__init__",
-        (
-            "self",
-            "hidden_size",
-            "num_heads",
-            "scale",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "mla_modules",
-            "cache_config",
-            "quant_config",
-            "prefix",
-            "skip_topk",
-            "non_causal_multi_token_decode",
-            "allow_short_prefill_indexer_scoring_skip",
-            "fuse_qkv_rmsnorm",
-        ),
-    ),
-    Symbol(
-        _LAYERS + "mla",
-        "MultiHeadLatentAttentionWrapper.forward",
-        ("self", "positions", "hidden_states", "llama_4_scaling"),
-        source="5d22cac766538458",
-    ),
-    Symbol(
         "vllm.model_executor.models.deepseek_v2",
         "Indexer.forward",
-        ("self", "hidden_states", "qr", "positions", "rotary_emb"),
+        words("self hidden_states qr positions rotary_emb"),
         source="9529cbb9196c3d1b",
     ),
+    Symbol(_LAYERS + "attention.mla_attention", "MLAAttention._v_up_proj", words("self x out")),
     Symbol(
         _LAYERS + "attention.mla_attention",
-        "MLAAttention.forward",
-        ("self", "q", "kv_c_normed", "k_pe", "output_shape", "q_dcp_replicated"),
-        source="a563be16e8be793e",
+        "MLACommonBaseImpl.forward_mha",
+        words("self q kv_c_normed k_pe kv_c_and_k_pe_cache attn_metadata k_scale output output_scale"),
     ),
-    Symbol(_LAYERS + "attention.mla_attention", "MLAAttention.forward_impl", source="ad9c09b706d72ea4"),
-    Symbol(_LAYERS + "attention.mla_attention", "MLAAttention._v_up_proj", ("self", "x", "out")),
+    Symbol(
+        "vllm.v1.attention.backend",
+        "MLAAttentionImpl.do_kv_cache_update",
+        words("self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale"),
+    ),
     Symbol(_LAYERS + "attention.mla_attention", "unified_mla_attention_with_output"),
+    Symbol(
+        _LAYERS + "sparse_attn_indexer",
+        "SparseAttnIndexer.forward_native",
+        words("self hidden_states q_quant k weights"),
+    ),
     Symbol(_LAYERS + "attention.attention", "get_attention_context", ("layer_name",)),
     Symbol(_LAYERS + "attention.kv_transfer_utils", "maybe_transfer_kv_layer", ("func",)),
     Symbol("vllm.compilation.breakable_cudagraph", "eager_break_during_capture", ("fn",)),
     Symbol("vllm.config", "get_current_vllm_config"),
+    # Our ops join splitting_ops, and the plan joins additional_config, which compute_hash reads.
+    Symbol("vllm.config", "CompilationConfig.set_splitting_ops_for_v1"),
+    Symbol("vllm.config", "VllmConfig.compute_hash"),
     Symbol("vllm.forward_context", "get_forward_context", ()),
-    Symbol(_LAYERS + "rotary_embedding.base", "RotaryEmbedding.forward_native"),
-    Symbol(_LAYERS + "rotary_embedding.deepseek_scaling_rope", "DeepseekScalingRotaryEmbedding.forward_native"),
+    Symbol("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", (), source="47414ec14161297f"),
+    Symbol(_LAYERS + "rotary_embedding.base", "RotaryEmbedding.forward_native", source="083c343f9bd4cb49"),
+    Symbol(
+        _LAYERS + "rotary_embedding.deepseek_scaling_rope",
+        "DeepseekScalingRotaryEmbedding.forward_native",
+        source="9e837c492acd6ded",
+    ),
     Symbol(_TORCH_UTILS, "LayerNameType"),
     Symbol(_TORCH_UTILS, "_encode_layer_name", ("layer_name",)),
     Symbol(_TORCH_UTILS, "_resolve_layer_name", ("layer_name",)),
-    Symbol(_TORCH_UTILS, "is_quantized_kv_cache"),
     Symbol(
         _TORCH_UTILS,
         "direct_register_custom_op",
-        ("op_name", "op_func", "mutates_args", "fake_impl", "target_lib", "dispatch_key", "tags"),
+        words("op_name op_func mutates_args fake_impl target_lib dispatch_key tags"),
     ),
 )
+
+# The wrapper path, by minor version.
+WRAPPER_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
+    "0.26": (
+        *_EVERY_WRAPPER,
+        Symbol(_LAYERS + "mla", _WRAPPER + "__init__", words(_WRAPPER_ARGUMENTS)),
+        Symbol(
+            _LAYERS + "mla",
+            _WRAPPER + "forward",
+            words("self positions hidden_states llama_4_scaling"),
+            source="3af8fa04e0814b1e",
+        ),
+        Symbol(
+            _LAYERS + "attention.mla_attention",
+            "MLAAttention.forward",
+            words("self q kv_c_normed k_pe output_shape"),
+            source="db7487cb4e80faec",
+        ),
+        Symbol(_LAYERS + "attention.mla_attention", "MLAAttention.forward_impl", source="a9ef73ff120d8e2c"),
+    ),
+    "0.32": (
+        *_EVERY_WRAPPER,
+        Symbol(
+            _LAYERS + "mla",
+            _WRAPPER + "__init__",
+            words(
+                f"{_WRAPPER_ARGUMENTS} non_causal_multi_token_decode allow_short_prefill_indexer_scoring_skip "
+                "fuse_qkv_rmsnorm"
+            ),
+        ),
+        Symbol(
+            _LAYERS + "mla",
+            _WRAPPER + "forward",
+            words("self positions hidden_states llama_4_scaling"),
+            source="5d22cac766538458",
+        ),
+        Symbol(
+            _LAYERS + "attention.mla_attention",
+            "MLAAttention.forward",
+            words("self q kv_c_normed k_pe output_shape q_dcp_replicated"),
+            source="a563be16e8be793e",
+        ),
+        Symbol(_LAYERS + "attention.mla_attention", "MLAAttention.forward_impl", source="ad9c09b706d72ea4"),
+        Symbol(_LAYERS + "attention.mla_attention", "MLAAttention._use_sparse_mha", words("self attn_metadata")),
+    ),
+}
+
+# FlashMLA's sparse backend, where its kernels want 64 or 128 query heads and it pads with a copy. Given a query of the
+# padded width, and told that it has so many heads, it copies nothing: that is read from these bodies. On a difference
+# the query is written unpadded and the backend pads as always.
+FLASHMLA_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
+    "0.26": (
+        Symbol(_FLASHMLA, "FlashMLASparseImpl.forward_mqa", source="49d7cc246e06cc27"),
+        Symbol(_FLASHMLA, "FlashMLASparseImpl._forward_bf16_kv", source="064ddd24cfeb572b"),
+        Symbol(_FLASHMLA, "FlashMLASparseImpl._bf16_flash_mla_kernel", source="ed169be94992feec"),
+        Symbol(_FLASHMLA, "FlashMLASparseImpl._fp8_flash_mla_kernel", source="17f0d602d44dc9a3"),
+        Symbol(_FLASHMLA, "FlashMLASparseImpl._forward_fp8_kv_mixed_batch", source="f72411d307271d11"),
+        Symbol(_FLASHMLA, "FlashMLASparseImpl._forward_fp8_kv_separate_prefill_decode", source="7f335a52205db98b"),
+    ),
+}
 
 CPU_SYMBOLS = (
     Symbol("vllm.model_executor.custom_op", "CustomOp.register_oot"),
     Symbol(
         _LAYERS + "sparse_attn_indexer",
         "SparseAttnIndexer.forward_cpu",
-        ("self", "hidden_states", "q_quant", "k", "weights"),
+        words("self hidden_states q_quant k weights"),
     ),
     Symbol("vllm.model_executor.models.deepseek_v2", "DeepseekV32IndexerCache.get_attn_backend", ("self",)),
     Symbol(
         "vllm.model_executor.models.deepseek_v2",
         "per_token_group_quant_fp8",
-        (
-            "x",
-            "group_size",
-            "eps",
-            "dtype",
-            "column_major_scales",
-            "tma_aligned_scales",
-            "out_q",
-            "use_ue8m0",
-        ),
+        words("x group_size eps dtype column_major_scales tma_aligned_scales out_q use_ue8m0"),
     ),
     Symbol(_LAYERS + "attention.sparse_mla_attention", "SharedTopkIndicesBuffer.init_topk_indices_buffer"),
     Symbol("vllm.v1.attention.backend", "MLAAttentionImpl.forward_mqa"),
@@ -163,15 +238,48 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def why_not_version(version: str | None = None) -> str | None:
-    """Why this vLLM version is not one that was tested, or None."""
-    if version is None:
-        import vllm
+def version() -> str:
+    """The installed vLLM's version."""
+    import vllm
 
-        version = str(vllm.__version__)
-    if minor(version) in TESTED:
-        return None
-    return f"vLLM must be one of {', '.join(TESTED)} (tested), got {version}"
+    return str(vllm.__version__)
+
+
+def platform() -> str:
+    """The kind of device that this vLLM serves: "cpu", "cuda", "rocm", or vLLM's device type for any other."""
+    from vllm.platforms import current_platform
+
+    for name, asked in (("cpu", "is_cpu"), ("cuda", "is_cuda"), ("rocm", "is_rocm")):
+        if getattr(current_platform, asked)():
+            return name
+    return str(current_platform.device_type)
+
+
+def row(version_: str | None = None, platform_: str | None = None) -> Tested | str:
+    """The row of TESTED for a vLLM and platform, the installed ones by default; or why there is none."""
+    found = minor(version_ or version()), platform_ or platform()
+    for each in TESTED:
+        if (each.minor, each.platform) == found:
+            return each
+    rows = ", ".join(f"{each.minor} on {each.platform}" for each in TESTED)
+    return f"vLLM and its platform must be one of those tested ({rows}), got {version_ or version()} on {found[1]}"
+
+
+def wrapper_differences() -> list[str]:
+    """In what the installed vLLM differs from what the wrapper path was written for."""
+    symbols = WRAPPER_SYMBOLS.get(minor(version()))
+    if symbols is None:
+        return [f"vLLM must be one of {', '.join(WRAPPER_SYMBOLS)} for the wrapper path, got {version()}"]
+    return differences(symbols)
+
+
+@cache
+def flashmla_differences() -> tuple[str, ...]:
+    """In what FlashMLA's sparse backend differs from what the padded query was written for."""
+    symbols = FLASHMLA_SYMBOLS.get(minor(version()))
+    if symbols is None:
+        return (f"vLLM must be one of {', '.join(FLASHMLA_SYMBOLS)} for a padded query, got {version()}",)
+    return tuple(differences(symbols))
 
 
 def taken(key: str, holder: Any) -> str:

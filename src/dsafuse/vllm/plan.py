@@ -4,14 +4,14 @@ Three things must agree or the model is silently wrong: the wrapper leaves q_pe 
 fused op writes the cache, and the op does both. So all three read one frozen object, `LayerPlan`.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
-from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_and_cache, switches
+from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_and_cache, prepare_qk, switches
 from dsafuse.dispatch import PROVIDERS, Decision
-from dsafuse.ops.config import indexer_config, mla_config
+from dsafuse.ops.config import Config, indexer_config, mla_config
 from dsafuse.target import Target
 from dsafuse.vllm import gates, logger
 
@@ -39,11 +39,17 @@ class OpPlan:
 
 @dataclass(frozen=True)
 class MlaCall:
-    """The constants of a layer's fused MLA call."""
+    """The constants of a layer's fused MLA call.
+
+    query_heads: the width of the query, at least the layer's heads; more where the attention kernel wants padding.
+    query_form: how the backend takes the query, one of the values of `gates.QUERY_FORMS`.
+    """
 
     kv_layout: str
     rope_style: str
     query_dtype: torch.dtype
+    query_heads: int
+    query_form: str
     fp8_dtype: torch.dtype
 
 
@@ -61,7 +67,10 @@ class IndexerCall:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Both ops of one layer."""
+    """Both ops of one layer.
+
+    together: both are fused, and in one launch, `prepare_qk`.
+    """
 
     layer: str
     kind: str
@@ -69,6 +78,12 @@ class LayerPlan:
     indexer: OpPlan
     mla_call: MlaCall | None = None
     indexer_call: IndexerCall | None = None
+    together: bool = False
+
+    @property
+    def ops(self) -> tuple[OpPlan, ...]:
+        """Both."""
+        return self.mla, self.indexer
 
     @property
     def fused(self) -> bool:
@@ -82,40 +97,71 @@ class LayerPlan:
             "kind": self.kind,
             "mla": asdict(self.mla),
             "indexer": asdict(self.indexer),
+            "together": self.together,
         }
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.mla}; {self.indexer}"
+        launch = "; both in one launch, prepare_qk" if self.together else ""
+        return f"{self.kind}: {self.mla}; {self.indexer}{launch}"
+
+
+class Plan(Protocol):
+    """What both paths' plans of a layer have."""
+
+    @property
+    def layer(self) -> str:
+        """The layer's name."""
+
+    @property
+    def ops(self) -> tuple[OpPlan, ...]:
+        """What was decided of each op."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
 
 
 # Every plan of this process, by layer name; of several engines in one process, the latest.
-PLANS: dict[str, LayerPlan] = {}
+PLANS: dict[str, Plan] = {}
 _SAID: set[str] = set()
 
 
 def build(wrapper: Any, config: Any) -> LayerPlan:
     """Plan a layer from the wrapper around it and vLLM's config, keep it, and say it once per layer kind.
 
+    A fused layer's plan joins vLLM's compilation (`gates.join_compilation`).
     Raises RuntimeError with the trace if DSAFUSE_MODE=strict and a DSA layer is refused.
     """
-    mla, mla_call = _plan_mla(wrapper, config)
-    indexer, indexer_call = _plan_indexer(wrapper, config)
-    plan = LayerPlan(wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call)
+    mla, mla_call, mla_facts = _plan_mla(wrapper, config)
+    indexer, indexer_call, indexer_facts = _plan_indexer(wrapper, config)
+    together = False
+    if mla_facts is not None and indexer_facts is not None:
+        # The same gates as for each alone, over both: in practice this is always accepted.
+        facts = replace(mla_facts, index_q=indexer_facts.index_q, index_k=indexer_facts.index_k)
+        decision = prepare_qk.choose(facts, Target.of(gates.device()), here=True)
+        together = decision.provider == mla.provider == indexer.provider
+    plan = LayerPlan(wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call, together)
+    keep(plan, strict=wrapper.is_sparse)
+    if plan.fused:
+        gates.join_compilation(config, f"{plan} {mla_call} {indexer_call}")
+    return plan
+
+
+def keep(plan: Plan, *, strict: bool) -> None:
+    """Keep a layer's plan in PLANS and say it once per kind. With strict, DSAFUSE_MODE=strict raises a refusal."""
     PLANS[plan.layer] = plan
     text = str(plan)
     if text not in _SAID:
         _SAID.add(text)
         logger.info("dsafuse: %s [first: %s]", text, plan.layer)
-        for op in (mla, indexer):
+        for op in plan.ops:
             if op.trace:
                 logger.info("dsafuse: %s", op.trace)
-    if switches.current().mode == "strict" and wrapper.is_sparse:
-        for op in (mla, indexer):
+    if strict and switches.current().mode == "strict":
+        for op in plan.ops:
             if not op.fused and not op.absent:
                 raise RuntimeError(
                     f"DSAFUSE_MODE=strict: {plan.layer}: {op.op} is not fused: {'; '.join(op.reasons)}\n{op.trace}"
                 )
-    return plan
 
 
 def _kind(wrapper: Any) -> str:
@@ -124,28 +170,30 @@ def _kind(wrapper: Any) -> str:
     return "DSA layer" if wrapper.indexer is not None else "DSA layer with another layer's top-k"
 
 
-def _refused(op: str, reasons: list[str], absent: bool = False, trace: str = "") -> OpPlan:
+def refused(op: str, reasons: list[str], absent: bool = False, trace: str = "") -> OpPlan:
+    """vLLM's own code, and why."""
     return OpPlan(op, fused=False, reasons=tuple(reasons), absent=absent, trace=trace)
 
 
-def _decided(op: str, decision: Decision) -> OpPlan:
+def decided(op: str, decision: Decision) -> OpPlan:
     """A layer that passed the gates gets what dispatch says, if that is a fused provider.
 
     In an engine the fallback is the engine's own code, never our split chain.
     """
     provider = decision.provider
     if provider is None:
-        return _refused(op, ["no provider accepts; see the trace"], trace=str(decision))
+        return refused(op, ["no provider accepts; see the trace"], trace=str(decision))
     if not PROVIDERS[provider].fused:
         reason = f"only provider {provider} accepts, which fuses nothing; see the trace"
-        return _refused(op, [reason], trace=str(decision))
+        return refused(op, [reason], trace=str(decision))
     return OpPlan(op, fused=True, provider=provider, trace=str(decision))
 
 
-def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None]:
+def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None, Config | None]:
     reasons = gates.why_not_mla(wrapper, config)
     if reasons:
-        return _refused("mla", reasons, absent=not wrapper.is_sparse or "mla" not in switches.current().ops), None
+        absent = not wrapper.is_sparse or "mla" not in switches.current().ops
+        return refused("mla", reasons, absent=absent), None, None
     attention = wrapper.mla_attn
     activation = config.model_config.dtype
     fp8 = gates.fp8_dtype()
@@ -153,6 +201,8 @@ def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None]:
         kv_layout=gates.MLA_LAYOUTS.get(attention.kv_cache_dtype, "plain"),
         rope_style=gates.rope_style(wrapper.rotary_emb),
         query_dtype=fp8 if gates.quantised_query(attention) else activation,
+        query_heads=gates.query_heads(attention, wrapper.num_heads),
+        query_form=gates.QUERY_FORMS[attention.attn_backend.get_name()],
         fp8_dtype=fp8,
     )
     shape = mla_config(
@@ -166,16 +216,16 @@ def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None]:
         rounding="split",
     )
     target = Target.of(gates.device())
-    plan = _decided("mla", fused_qk_rope_concat_and_cache_mla.choose(shape, target, here=True))
-    return plan, call if plan.fused else None
+    plan = decided("mla", fused_qk_rope_concat_and_cache_mla.choose(shape, target, here=True))
+    return (plan, call, shape) if plan.fused else (plan, None, None)
 
 
-def _plan_indexer(wrapper: Any, config: Any) -> tuple[OpPlan, IndexerCall | None]:
+def _plan_indexer(wrapper: Any, config: Any) -> tuple[OpPlan, IndexerCall | None, Config | None]:
     indexer = wrapper.indexer
     reasons = gates.why_not_indexer(wrapper, config)
     if reasons:
         absent = not wrapper.is_sparse or indexer is None or "indexer" not in switches.current().ops
-        return _refused("indexer", reasons, absent=absent), None
+        return refused("indexer", reasons, absent=absent), None, None
     fp8 = gates.fp8_dtype()
     call = IndexerCall(
         kv_layout="flat",
@@ -196,5 +246,5 @@ def _plan_indexer(wrapper: Any, config: Any) -> tuple[OpPlan, IndexerCall | None
         rounding="split",
     )
     target = Target.of(gates.device())
-    plan = _decided("indexer", indexer_qk_rope_quant_and_cache.choose(shape, target, here=True))
-    return plan, call if plan.fused else None
+    plan = decided("indexer", indexer_qk_rope_quant_and_cache.choose(shape, target, here=True))
+    return (plan, call, shape) if plan.fused else (plan, None, None)

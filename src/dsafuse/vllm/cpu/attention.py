@@ -9,6 +9,8 @@ For query token t with index query q[t, h], head weights w[t, h] and index keys 
 All of it in fp32. Tokens are taken in slices, so that the intermediate tensors stay small.
 """
 
+from itertools import pairwise
+
 import torch
 
 from dsafuse.vllm.cpu import formats
@@ -66,6 +68,71 @@ def attend(
     Returns:
         [tokens, heads, 512] in query's dtype; zero for a token that has nothing chosen.
     """
+    out = query.new_empty((*query.shape[:2], formats.LATENT))
+    first = 0
+    for tokens in _same_request(block_table):
+        part = slice(first, first + tokens)
+        first += tokens
+        arguments = query[part], kv_cache, chosen[part], block_table[part], scale, kv_cache_dtype, k_scale
+        length = int(chosen[part].max()) + 1 if chosen[part].numel() else 0
+        # A prefill's tokens choose the same rows again and again: then each row is read once.
+        often = tokens * chosen.shape[1] > 2 * length > 0
+        done = _attend_whole(*arguments, length) if often else None
+        out[part] = _attend_chosen(*arguments) if done is None else done
+    return out
+
+
+def _same_request(block_table: torch.Tensor) -> list[int]:
+    """Lengths of the runs of equal rows: whose tables are equal read the same memory."""
+    if not len(block_table):
+        return []
+    changes = (block_table[1:] != block_table[:-1]).any(-1).nonzero().flatten() + 1
+    edges = [0, *changes.tolist(), len(block_table)]
+    return [end - start for start, end in pairwise(edges)]
+
+
+def _attend_whole(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    chosen: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    length: int,
+) -> torch.Tensor | None:
+    """Attend over the first `length` rows of one request under a mask. None if a row is not finite: a weight of zero
+    would not silence it.
+    """
+    tokens, heads, _ = query.shape
+    position = torch.arange(length)
+    block = block_table[0][position // kv_cache.shape[1]].long()
+    rows = formats.read_mla(kv_cache, block, position % kv_cache.shape[1], kv_cache_dtype, k_scale)
+    if not rows.isfinite().all():
+        return None
+    out = query.new_empty((tokens, heads, formats.LATENT))
+    step = max(1, SLICE_ELEMENTS // (heads * length))
+    for first in range(0, tokens, step):
+        part = slice(first, min(first + step, tokens))
+        # One column more, for the -1 of what is not there.
+        index = chosen[part].long() % (length + 1)
+        hidden = torch.ones(len(index), length + 1, dtype=torch.bool).scatter_(1, index, False)[:, None, :length]
+        logits = (query[part].float() @ rows.T * scale).masked_fill_(hidden, float("-inf"))
+        weight = torch.softmax(logits, dim=-1).masked_fill_(hidden.all(-1, keepdim=True), 0.0)
+        out[part] = (weight @ rows[:, : formats.LATENT]).to(out.dtype)
+    return out
+
+
+def _attend_chosen(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    chosen: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+) -> torch.Tensor:
+    """Attend over rows gathered for each token."""
     tokens, heads, width = query.shape
     count, block_size = chosen.shape[1], kv_cache.shape[1]
     out = query.new_empty((tokens, heads, formats.LATENT))

@@ -1,0 +1,118 @@
+"""`dsafuse explain --vllm`: what is foreseen from config.json is what the plugin logs when the model is served."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsafuse.cli.app import app
+from dsafuse.vllm import checkpoints, foresee
+from tests.vllm.conftest import LLAMA
+
+
+def write(model: checkpoints.TinyModel, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.config))
+    return folder
+
+
+def explain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "dsafuse", "explain", *arguments],
+        env={**bare, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_deepseek_is_foreseen_fused_without_weights_and_as_one_rank(tmp_path: Path) -> None:
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    done = explain(
+        "--vllm", str(folder), "--kv-cache-dtype", "fp8", "--tp", "2", "--json", DSAFUSE_PROVIDER="interpreter"
+    )
+    found = json.loads(done.stdout)
+    assert (found["platform"], found["not_installed"], found["tp"]) == ("cpu", [], 2)
+    (kind,) = found["kinds"]
+    assert kind["says"].startswith("DSA layer: mla: fused, provider interpreter; indexer: fused, provider interpreter")
+    assert kind["layers"] == [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
+    assert "interpreter: accepted" in kind["mla"]["trace"]
+
+
+def test_glm_is_foreseen_by_kind_of_layer_with_reasons_also_when_strict(tmp_path: Path) -> None:
+    folder = write(checkpoints.GLM_5, tmp_path / "model")
+    done = explain("--vllm", str(folder), DSAFUSE_MODE="strict", DSAFUSE_OPS="indexer")
+    assert done.returncode == 0, done.stderr
+    assert "DSAFUSE_MODE=strict: vLLM would not start with this model" in done.stdout
+    assert (
+        "\n2 x DSA layer: mla: vLLM's own code (DSAFUSE_OPS must contain mla, got 'indexer'); "
+        "indexer: vLLM's own code (only provider split accepts, which fuses nothing; see the trace) "
+        "[first: model.layers.0.self_attn.attn]\n"
+    ) in done.stdout
+    assert "\n1 x DSA layer with another layer's top-k: mla: vLLM's own code (DSAFUSE_OPS" in done.stdout
+    assert "this layer uses another layer's top-k and has no indexer) [first: model.layers.1" in done.stdout
+
+
+def test_a_draft_is_foreseen_with_its_layer(tmp_path: Path) -> None:
+    drafted = checkpoints.with_config(checkpoints.DEEPSEEK_V32, num_nextn_predict_layers=1)
+    found = foresee.ask(write(drafted, tmp_path / "model"), "auto", 1, mtp=True)
+    assert [layer for kind in found["kinds"] for layer in kind["layers"]][-1] == "model.layers.3.self_attn.attn"
+
+
+def test_a_model_without_such_layers_is_said_to_be_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = foresee.ask(tmp_path, "auto", 1)
+    assert found["kinds"] == []
+
+
+def test_what_vllm_refuses_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["NoSuchModel"]}))
+    done = explain("--vllm", str(tmp_path))
+    assert done.returncode == 1
+    assert "vLLM could not build this model" in done.stderr
+    assert "NoSuchModel" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tp", "3"), "--tp: got 3, expected a divisor of 4 heads"),
+        (("--tp", "0"), "--tp: got 0, expected a divisor of 4 heads"),
+        (
+            ("--block-size", "16"),
+            "--block-size: got 16, but with --vllm it is what the vLLM that is installed here finds",
+        ),
+        (
+            ("--target", "sm_90"),
+            "--target: got sm_90, but with --vllm it is what the vLLM that is installed here finds",
+        ),
+    ],
+)
+def test_a_bad_question_is_one_line(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    done = explain("--vllm", str(folder), *arguments)
+    assert (done.returncode, done.stderr.strip()) == (2, says)
+
+
+def test_without_vllm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["explain", "--vllm", str(folder)])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "--vllm: vLLM is not installed here, and its own classes are what is asked\n"
+
+
+def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
+    done = explain("--vllm", str(tmp_path))
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        f"--vllm: got {tmp_path}, expected a folder with a config.json",
+    )
