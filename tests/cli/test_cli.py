@@ -175,7 +175,9 @@ def test_a_file_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path, comman
         ),
     ],
 )
-@pytest.mark.parametrize(("command", "option"), [("codegen", "--record"), ("bench", "--out"), ("bench", "--plot")])
+@pytest.mark.parametrize(
+    ("command", "option"), [("codegen", "--record"), ("bench", "--out"), ("bench", "--plot"), ("verify", "--out")]
+)
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(monkeypatch, tmp_path, command, option, name, words):
     monkeypatch.setattr(plot, "why_not", lambda: None)
     monkeypatch.setattr(codegen, "reports", lambda wanted: pytest.fail("it compiles"))
@@ -393,8 +395,14 @@ class TestVerify:
         code, document = call_json("verify", MLA, "--case", self.CASE, "--device", "cpu")
         assert code == 0
         assert document["ok"]
+        assert document["environment"]["torch"]
         assert {s["provider"]: s["passed"] for s in document["summary"]} == {"triton": 0, "interpreter": 1, "split": 1}
         assert document["failures"] == []
+
+    def test_the_document_goes_to_a_file_too(self, tmp_path):
+        arguments = ("verify", MLA, "--case", self.CASE, "--device", "cpu", "--provider", "split")
+        _, document = call_json(*arguments, "--out", str(tmp_path / "verified.json"))
+        assert json.loads((tmp_path / "verified.json").read_text()) == document
 
     def test_the_table_names_op_and_provider(self):
         result = call("verify", INDEXER, "--case", "tokens=2,index_heads=2", "--device", "cpu", "--provider", "split")
@@ -455,11 +463,11 @@ class TestBench:
 
     @pytest.fixture
     def target(self, tmp_path):
-        def write(at_most):
+        def write(at_most, more=""):
             text = 'op = "prepare_qk"\nheads = "16/32"\ntokens = [1, 8]\nl2 = "cold"\nmetric = "median_us"\n'
             text = f"[[target]]\n{text}at_most = {at_most}\n"
-            more = text.replace("median_us", "host_of_mul")
-            (tmp_path / "targets.toml").write_text(text + more)
+            other = text.replace("median_us", "host_of_mul")
+            (tmp_path / "targets.toml").write_text(text + more + other)
             return str(tmp_path / "targets.toml")
 
         return write
@@ -476,7 +484,9 @@ class TestBench:
         assert code == 0
         assert len(document["rows"]) == 4
 
-    @pytest.mark.parametrize(("at_most", "code", "words"), [(8.0, 0, "2 hold, 0 missed"), (5.0, 1, "1 hold, 1 missed")])
+    @pytest.mark.parametrize(
+        ("at_most", "code", "words"), [(8.0, 0, "2 hold, 0 argued, 0 missed"), (5.0, 1, "1 hold, 0 argued, 1 missed")]
+    )
     def test_targets_decide_the_exit_code(self, recorded, target, at_most, code, words):
         result = call("bench", "--read", str(recorded), "--check", target(at_most))
         assert result.exit_code == code
@@ -486,6 +496,18 @@ class TestBench:
         again, document = call_json("bench", "--read", str(recorded), "--check", target(at_most))
         assert again == code
         assert len(document["targets"]) == 4
+
+    @pytest.mark.parametrize(
+        ("held_to", "code", "words"), [(8.0, 0, "1 hold, 1 argued, 0 missed"), (7.0, 1, "1 hold, 0 argued, 1 missed")]
+    )
+    def test_what_is_argued_is_said_and_held_to_something(self, recorded, target, held_to, code, words):
+        argued = f'held_to = {held_to}\nargued = "docs/performance.md#here"\n'
+        result = call("bench", "--read", str(recorded), "--check", target(5.0, argued))
+        assert result.exit_code == code
+        assert words in result.stdout
+        said = f"at most 5 (held to {held_to:g}, docs/performance.md#here): got 8, at T=8"
+        assert f"{'MISSED' if code else 'ARGUED'} prepare_qk" in result.stdout
+        assert said in result.stdout
 
     def test_a_run_with_an_unproven_arm_is_no_success(self, recorded, tmp_path):
         from dataclasses import replace
@@ -531,5 +553,5 @@ class TestDemo:
         from dsafuse.vllm import demo
 
         monkeypatch.setattr(demo, "why_not_here", lambda: None)
-        monkeypatch.setattr(demo, "run", lambda report: SimpleNamespace(ok=ok, as_dict=lambda: {"ok": ok}))
+        monkeypatch.setattr(demo, "run", lambda report, questions: SimpleNamespace(ok=ok, as_dict=lambda: {"ok": ok}))
         assert call_json("demo") == (code, {"ok": ok})

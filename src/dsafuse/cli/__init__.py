@@ -1,1 +1,1 @@
-"""COMMAND LINE: explain, verify, bench, demo and env; typer and rich over `check`, a file for each command."""
+"""COMMAND LINE: typer and rich over `check`, `serving` and `vllm`, a file for each command."""

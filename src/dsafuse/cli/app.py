@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from dsafuse import switches
-from dsafuse.cli import bench, codegen, demo, env, explain, verify
+from dsafuse.cli import bench, codegen, demo, env, eval, explain, serve_bench, verify
 from dsafuse.cli.output import complain, refuse, why
 
 # Typer carries a copy of click since 0.24 or so, and imports it before; the public BadParameter leads to either.
@@ -52,3 +52,5 @@ def start(context: typer.Context) -> None:
 
 for command in (explain.explain, verify.verify, bench.bench, codegen.codegen, demo.demo, env.env):
     app.command()(command)
+app.command(name="serve-bench")(serve_bench.serve_bench)
+app.command(name="eval")(eval.evaluate)

@@ -1,4 +1,4 @@
-"""`dsafuse demo`: small DSA models served by vLLM, un-fused and fused, giving the same tokens."""
+"""`dsafuse demo`: small DSA models served by vLLM, un-fused and fused, giving the same answers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from dsafuse.cli import output
 
 
 def demo(json: output.Json = False) -> None:
-    """Serve two small seeded models through vLLM with and without the fused preparation, and compare tokens."""
-    # Only this command needs the bridge to vLLM.
+    """Ask two small models through vLLM with and without the fused preparation, and compare their tokens.
+
+    The shipped checkpoints, where they are (in a clone), answer questions; else seeded ones say what means nothing.
+    """
+    # Only a few commands need the bridge to vLLM.
     from dsafuse.vllm import demo as bridge
     from dsafuse.vllm import demo_view
 
     reason = bridge.why_not_here()
     if reason is not None:
         output.refuse(reason)
+    from dsafuse.accuracy import shown
+
+    shipped = shown.shipped()
     with demo_view.progress(Console(stderr=True)) as report:
-        result = bridge.run(report)
+        result = bridge.run(report, questions=shown.questions(shipped) if shipped else None)
     if json:
         output.print_json(result.as_dict())
     else:

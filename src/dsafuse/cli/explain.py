@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,19 +25,33 @@ from dsafuse.registry import OPS
 from dsafuse.target import Target
 
 MAX_BLOCK_SIZE = 4096
+DEFAULT_MODEL, DEFAULT_TP, DEFAULT_BLOCK_SIZE = "deepseek-v3.2", 8, 64
 
 
 def explain(
     target: Annotated[str | None, typer.Option(help="Such as gfx942 or sm_90; default: this machine's.")] = None,
-    model: Annotated[str, typer.Option(help="deepseek-v3.2 or glm-5.2.")] = "deepseek-v3.2",
-    tp: Annotated[int, typer.Option(help="Tensor parallelism: divides the attention heads.")] = 8,
+    model: Annotated[str | None, typer.Option(help="deepseek-v3.2 (default) or glm-5.2.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor parallelism: divides the attention heads; default 8, with --vllm 1.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="The engine's word: auto, fp8 or fp8_ds_mla.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens in a cache block.")] = 64,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block; default 64.")] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(metavar="MODEL_DIR", help="Say what the plugin would do with this model, here.")
+    ] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="With --vllm: as served with the model's MTP draft.")] = False,
     json: output.Json = False,
 ) -> None:
     """Say which provider each op gets on a target, and why, and what the engine's word for a cache means there."""
+    if vllm is not None:
+        _vllm(vllm, kv_cache_dtype, 1 if tp is None else tp, (target, model, block_size), mtp=mtp, json=json)
+        return
+    if mtp:
+        output.refuse("--mtp: expected --vllm MODEL_DIR with it")
+    tp = DEFAULT_TP if tp is None else tp
+    block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     where = _target(target)
-    shape = MODELS[one_of("--model", model, MODELS)]
+    shape = MODELS[one_of("--model", model or DEFAULT_MODEL, MODELS)]
     one_of("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
         output.refuse(f"--block-size: got {block_size}, expected an integer from 1 to {MAX_BLOCK_SIZE}")
@@ -51,6 +67,55 @@ def explain(
         output.print_json(_document(where, shape, tp, heads, kv_cache_dtype, block_size, found))
     else:
         _print(where, shape, tp, heads, kv_cache_dtype, block_size, found)
+
+
+def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: bool, json: bool) -> None:
+    """What the plugin would do with a model, by the vLLM that is installed here, on the platform that it finds."""
+    for option, value in zip(("--target", "--model", "--block-size"), others):
+        if value is not None:
+            output.refuse(f"{option}: got {value}, but with --vllm it is what the vLLM that is installed here finds")
+    if not (folder / "config.json").is_file():
+        output.refuse(f"--vllm: got {folder}, expected a folder with a config.json")
+    if importlib.util.find_spec("vllm") is None:
+        output.complain("--vllm: vLLM is not installed here, and its own classes are what is asked")
+        raise typer.Exit(1)
+    from dsafuse.vllm import foresee
+
+    try:
+        found = foresee.ask(folder, word, tp, mtp=mtp)
+    except ValueError as error:
+        output.refuse(f"--{error}")
+    except foresee.Unforeseen as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if json:
+        output.print_json({"model": str(folder), "kv_cache_dtype": word, "tp": tp, "mtp": mtp, **found})
+        return
+    output.say(
+        f"vLLM {found['vllm']} on {found['platform']}, {folder}, tp={tp}: activations {found['dtype']}, "
+        f"--kv-cache-dtype {word}, block size {found['block_size']}"
+    )
+    output.say(f"switches: {_switches()}")
+    for reason in found["not_installed"]:
+        output.say(f"not installed: {reason}")
+    if not found["kinds"]:
+        output.say("no layer passes the plugin's hooks: vLLM's own code runs")
+    refused = found["not_installed"] or any(
+        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in _planned(kind)
+    )
+    if switches.current().mode == "strict" and refused:
+        output.say("DSAFUSE_MODE=strict: vLLM would not start with this model")
+    for kind in found["kinds"]:
+        output.say("")
+        output.say(f"{len(kind['layers'])} x {kind['says']} [first: {kind['layer']}]")
+        for op in _planned(kind):
+            if op["trace"]:
+                output.say(op["trace"])
+
+
+def _planned(kind: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the plugin decided on for a layer: mla and indexer, or on vLLM's own fused model latents and queries."""
+    return [value for value in kind.values() if isinstance(value, dict)]
 
 
 def _target(name: str | None) -> Target:

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from dsafuse.vllm.arm import ENVIRONMENT
@@ -21,15 +22,26 @@ Report = Callable[[str, int, int, str], None]
 
 LOG_LINES = 20
 
+UNFUSED, FUSED = "un-fused", "fused"
+OPS = ("mla", "indexer")
+"""What a layer may have fused, as plans and counters name it."""
+
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one arm said about one cell."""
+    """What one arm said about one cell.
+
+    ways: calls that were interpreted and calls that ran the oracle, under `arm.interpret_up_to`.
+    logprobs, drafts: as `arm.serve` says, where they were asked for.
+    """
 
     tokens: list[list[int]]
     step_seconds: list[float]
     calls: dict[str, dict[str, int]]
     plans: list[dict[str, Any]]
+    ways: dict[str, int] | None = None
+    logprobs: list[list[tuple[float, int]]] | None = None
+    drafts: tuple[int, int] | None = None
 
     @property
     def decode_step_ms(self) -> float:
@@ -49,6 +61,8 @@ class Arm(Generic[C]):
         prompts, max_tokens: served in every cell.
         settings: environment variables that make the arm what it is.
         log: where vLLM's log goes.
+        sampling, interpret_up_to: further parts of the job, see `dsafuse.vllm.arm`.
+        command: what Python runs; it must do as `dsafuse.vllm.arm` does.
     """
 
     def __init__(
@@ -59,14 +73,21 @@ class Arm(Generic[C]):
         max_tokens: int,
         settings: Mapping[str, str],
         log: Path,
+        *,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        interpret_up_to: int | None = None,
+        command: Sequence[str] = ("-m", "dsafuse.vllm.arm"),
     ) -> None:
         self.name = name
         self.results: dict[C, ArmResult] = {}
         self.events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.work = len(cells) * (1 + max_tokens)
+        self._cell_work = 1 + len(prompts) * max_tokens
+        self.work = len(cells) * self._cell_work
         self.done = 0
         self._cells = list(cells)
-        self._job = json.dumps({"prompts": prompts, "max_tokens": max_tokens, "cells": list(cells.values())})
+        job = {"prompts": prompts, "max_tokens": max_tokens, "cells": list(cells.values())}
+        self._job = json.dumps({**job, "sampling": dict(sampling), "interpret_up_to": interpret_up_to})
+        self.command = [*command]
         self._log = log
         self._environment = {
             # What the caller has set for dsafuse or for vLLM's plugins would make it another comparison.
@@ -79,7 +100,7 @@ class Arm(Generic[C]):
     def __enter__(self) -> "Arm[C]":
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dsafuse.vllm.arm"],
+                [sys.executable, *self.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -108,10 +129,9 @@ class Arm(Generic[C]):
         """Take in what the process said. Returns what it is doing."""
         cell = self._cells[event["cell"]]
         if event["event"] in ("loaded", "step"):
-            self.done += 1
+            self.done = event["cell"] * self._cell_work + 1 + event.get("tokens", 0)
         elif event["event"] == "done":
-            fields = ("tokens", "step_seconds", "calls", "plans")
-            self.results[cell] = ArmResult(**{name: event[name] for name in fields})
+            self.results[cell] = ArmResult(**{f.name: event[f.name] for f in fields(ArmResult) if f.name in event})
         return f"{cell}: {event['event']}"
 
     def problem(self) -> str | None:
@@ -148,3 +168,40 @@ def serve(arms: Sequence[Arm[C]], report: Report, deadline: float) -> list[str]:
                 if problem is not None:
                     problems.append(problem)
     return problems
+
+
+def not_fused(
+    unfused: ArmResult, fused: ArmResult, provider: str, *, draft_layers: int = 0, counted: bool = True
+) -> list[str]:
+    """In what two arms of one cell are not an un-fused and a fused one, one sentence each.
+
+    Args:
+        provider: what the fused arm's ops must have run on.
+        draft_layers: of the layers, those that a draft runs: how often in a step, or whether, depends on what was
+            accepted. All others run once, and that is counted.
+        counted: whether calls are counted at every step. The replay of a CUDA graph runs no Python; there the plans,
+            made once when the layers were built, and the absence of fallbacks are what is known.
+    """
+    found = []
+    if any(calls["fused"] for calls in unfused.calls.values()):
+        found.append(f"the un-fused arm called fused ops: {unfused.calls}")
+    if not fused.plans:
+        found.append("the fused arm planned no layer: the plugin's hook was not installed")
+    steps = len(fused.step_seconds)
+    for op in OPS:
+        plans = [layer[op] for layer in fused.plans if not layer[op]["absent"]]
+        found += [f"{op} was not fused: {'; '.join(plan['reasons'])}" for plan in plans if not plan["fused"]]
+        found += [
+            f"{op} ran on provider {plan['provider']}, not {provider}"
+            for plan in plans
+            if plan["fused"] and plan["provider"] != provider
+        ]
+        calls = fused.calls[op]
+        least = (len(plans) - draft_layers) * steps if counted else min(len(plans), 1)
+        right = calls["fused"] >= least if draft_layers or not counted else calls["fused"] == least
+        if not right or calls["fallback"]:
+            expected = {"fused": least, "fallback": 0}
+            found.append(
+                f"{op} calls in {steps} steps: {calls}, expected {expected}{' or more fused' * (draft_layers > 0)}"
+            )
+    return list(dict.fromkeys(found))

@@ -4,21 +4,23 @@ Two arms serve the same cells, a model and a KV-cache dtype each, in processes o
 un-fused arm runs vLLM's own model code, the fused arm the same code with dsafuse's ops at work,
 on provider `interpreter`: the real Triton kernels. Under both lies our CPU backend, which reads the caches with code
 of its own, so bytes in a wrong place would show.
+
+The models are trained ones that are asked questions, where the caller has such; else seeded ones, whose tokens mean
+nothing.
 """
 
 import importlib.util
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from dsafuse.vllm import checkpoints
-from dsafuse.vllm.arms import Arm, ArmResult, Report, serve
+from dsafuse.vllm.arms import FUSED, OPS, UNFUSED, Arm, ArmResult, Report, not_fused, serve
 
-UNFUSED, FUSED = "un-fused", "fused"
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 # What one layer launches on a GPU for the work that one fused op does: see the op's page in docs.
 LAUNCHES_REPLACED = {"mla": 4, "indexer": 5}
@@ -36,13 +38,40 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A question to a trained model: its tokens, what a person is shown of it, and the right answer."""
+
+    text: str
+    answer: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Trained checkpoints, by name, and what all of them are asked.
+
+    decode: from tokens to text. stop: token ids that end an answer; it has max_tokens at most.
+    interpret_up_to: see `dsafuse.vllm.arm`. Each question that is longer must come before all that are not: a step
+    then holds either prefills to be interpreted, or one that is not.
+    """
+
+    folders: dict[str, Path]
+    asked: list[Asked]
+    decode: Callable[[list[int]], str]
+    stop: list[int]
+    max_tokens: int
+    interpret_up_to: int
+
+
+@dataclass(frozen=True)
 class CellResult:
-    """Both arms of one cell, compared."""
+    """Both arms of one cell, compared. answers: what a trained model said, question by question."""
 
     cell: Cell
     unfused: ArmResult
     fused: ArmResult
     problems: list[str] = field(default_factory=list)
+    answers: dict[str, list[str]] | None = None
 
     @property
     def identical(self) -> bool:
@@ -52,13 +81,13 @@ class CellResult:
     @property
     def providers(self) -> list[str]:
         """What the fused ops ran on."""
-        plans = [layer[op] for layer in self.fused.plans for op in LAUNCHES_REPLACED]
+        plans = [layer[op] for layer in self.fused.plans for op in OPS]
         return sorted({plan["provider"] for plan in plans if plan["provider"]})
 
     @property
     def traces(self) -> list[str]:
         """Why: the decision of each op, once."""
-        plans = [layer[op] for layer in self.fused.plans for op in LAUNCHES_REPLACED]
+        plans = [layer[op] for layer in self.fused.plans for op in OPS]
         return list(dict.fromkeys(plan["trace"] for plan in plans if plan["trace"]))
 
     @property
@@ -67,7 +96,7 @@ class CellResult:
         counts = {}
         for layer in self.fused.plans:
             ops = [op for op in LAUNCHES_REPLACED if layer[op]["fused"]]
-            counts[layer["layer"]] = (sum(LAUNCHES_REPLACED[op] for op in ops), len(ops))
+            counts[layer["layer"]] = (sum(LAUNCHES_REPLACED[op] for op in ops), 1 if layer["together"] else len(ops))
         return counts
 
 
@@ -79,6 +108,8 @@ class DemoResult:
     problems: list[str]
     prompt_tokens: list[int]
     seconds: float
+    asked: list[Asked] = field(default_factory=list)
+    interpret_up_to: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -107,6 +138,7 @@ class DemoResult:
 def run(
     report: Report | None = None,
     *,
+    questions: Questions | None = None,
     models: Sequence[str] = tuple(checkpoints.FAMILIES),
     kv_cache_dtypes: Sequence[str] = KV_CACHE_DTYPES,
     provider: str = "interpreter",
@@ -119,46 +151,74 @@ def run(
 
     Args:
         report: called from this thread as the arms work.
-        prompt_tokens: lengths of the prompts; one of them should exceed the models' index_topk of 64.
-        max_tokens: greedy tokens for each prompt.
+        questions: trained models, and what they are asked; without them, seeded ones and random prompts.
+        models: which seeded ones.
+        prompt_tokens: lengths of the random prompts; one of them should exceed the models' index_topk of 64.
+        max_tokens: greedy tokens for each random prompt.
         seed: of weights and prompts.
         timeout_seconds: after this the arms are stopped, and that is a problem.
     """
     start = time.monotonic()
-    cells = [Cell(model, dtype) for model in models for dtype in kv_cache_dtypes]
     reason = why_not_here()
     if reason is not None:
         return DemoResult([], [reason], list(prompt_tokens), 0.0)
-    random = Random(seed)
-    vocab = min(int(checkpoints.FAMILIES[model].config["vocab_size"]) for model in models)
-    prompts = [[random.randrange(2, vocab) for _ in range(length)] for length in prompt_tokens]
     with tempfile.TemporaryDirectory(prefix="dsafuse-demo-") as place:
         directory = Path(place)
-        for model in models:
-            checkpoints.write(checkpoints.FAMILIES[model], directory / model, seed)
+        sampling: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        if questions is None:
+            asked, interpret_up_to = [], None
+            folders = {name: directory / name for name in models}
+            for name, folder in folders.items():
+                checkpoints.write(checkpoints.FAMILIES[name], folder, seed)
+            random = Random(seed)
+            vocab = min(int(checkpoints.FAMILIES[model].config["vocab_size"]) for model in models)
+            prompts = [[random.randrange(2, vocab) for _ in range(length)] for length in prompt_tokens]
+        else:
+            asked, folders, max_tokens = questions.asked, questions.folders, questions.max_tokens
+            interpret_up_to = questions.interpret_up_to
+            prompts = [question.tokens for question in asked]
+            sampling = {"ignore_eos": False, "stop_token_ids": questions.stop}
+            longest = max(map(len, prompts)) + max_tokens
+            options = {"max_model_len": longest, "max_num_batched_tokens": longest, "enable_chunked_prefill": False}
+        cells = [Cell(name, dtype) for name in folders for dtype in kv_cache_dtypes]
 
         def arm(name: str, served: list[Cell], settings: dict[str, str]) -> Arm[Cell]:
             job = {
-                cell: {"checkpoint": str(directory / cell.model), "kv_cache_dtype": cell.kv_cache_dtype}
+                cell: {"checkpoint": str(folders[cell.model]), "kv_cache_dtype": cell.kv_cache_dtype, **options}
                 for cell in served
             }
-            return Arm(name, job, prompts, max_tokens, settings, directory / f"{name}.log")
+            return Arm(
+                name,
+                job,
+                prompts,
+                max_tokens,
+                settings,
+                directory / f"{name}.log",
+                sampling=sampling,
+                interpret_up_to=interpret_up_to,
+            )
 
         off = [arm(UNFUSED, cells, {"DSAFUSE_MODE": "off"})]
         # Interpreting takes most of the time. A process for each model lets two cores share it.
         on = [
-            arm(f"{FUSED} {model}", [cell for cell in cells if cell.model == model], {"DSAFUSE_PROVIDER": provider})
-            for model in models
+            arm(f"{FUSED} {name}", [cell for cell in cells if cell.model == name], {"DSAFUSE_PROVIDER": provider})
+            for name in folders
         ]
         problems = serve([*off, *on], report or (lambda *_: None), start + timeout_seconds)
     unfused = {cell: result for arm in off for cell, result in arm.results.items()}
     fused = {cell: result for arm in on for cell, result in arm.results.items()}
+    decode = None if questions is None else questions.decode
     compared = [
-        compare(cell, unfused[cell], fused[cell], provider) for cell in cells if cell in unfused and cell in fused
+        compare(cell, unfused[cell], fused[cell], provider, decode)
+        for cell in cells
+        if cell in unfused and cell in fused
     ]
     if not problems and len(compared) < len(cells):
         problems.append(f"{len(cells)} cells were to be served, {len(compared)} were")
-    return DemoResult(compared, problems, list(prompt_tokens), time.monotonic() - start)
+    return DemoResult(
+        compared, problems, [len(prompt) for prompt in prompts], time.monotonic() - start, asked, interpret_up_to
+    )
 
 
 def why_not_here() -> str | None:
@@ -168,7 +228,13 @@ def why_not_here() -> str | None:
     return None
 
 
-def compare(cell: Cell, unfused: ArmResult, fused: ArmResult, provider: str) -> CellResult:
+def compare(
+    cell: Cell,
+    unfused: ArmResult,
+    fused: ArmResult,
+    provider: str,
+    decode: Callable[[list[int]], str] | None = None,
+) -> CellResult:
     """Put both arms beside each other; every way in which the proof fails is a problem."""
     problems = []
     if unfused.tokens != fused.tokens:
@@ -178,20 +244,8 @@ def compare(cell: Cell, unfused: ArmResult, fused: ArmResult, provider: str) -> 
             if a != b
         ]
         problems.append(f"{cell}: tokens differ: {'; '.join(at)}")
-    if any(calls["fused"] for calls in unfused.calls.values()):
-        problems.append(f"{cell}: the un-fused arm called fused ops: {unfused.calls}")
-    if not fused.plans:
-        problems.append(f"{cell}: the fused arm planned no layer: the plugin's hook was not installed")
-    steps = len(fused.step_seconds)
-    for op in LAUNCHES_REPLACED:
-        plans = [layer[op] for layer in fused.plans if not layer[op]["absent"]]
-        problems += [f"{cell}: {op} was not fused: {'; '.join(plan['reasons'])}" for plan in plans if not plan["fused"]]
-        problems += [
-            f"{cell}: {op} ran on provider {plan['provider']}, not {provider}"
-            for plan in plans
-            if plan["fused"] and plan["provider"] != provider
-        ]
-        expected = {"fused": len(plans) * steps, "fallback": 0}
-        if fused.calls[op] != expected:
-            problems.append(f"{cell}: {op} calls in {steps} steps: {fused.calls[op]}, expected {expected}")
-    return CellResult(cell, unfused, fused, list(dict.fromkeys(problems)))
+    problems += [f"{cell}: {text}" for text in not_fused(unfused, fused, provider)]
+    answers = decode and {
+        name: [decode(tokens) for tokens in arm.tokens] for name, arm in ((UNFUSED, unfused), (FUSED, fused))
+    }
+    return CellResult(cell, unfused, fused, problems, answers)

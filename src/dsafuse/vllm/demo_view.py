@@ -8,8 +8,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from dsafuse.vllm.arms import Report
-from dsafuse.vllm.demo import FUSED, UNFUSED, CellResult, DemoResult
+from dsafuse.vllm.arms import FUSED, UNFUSED, Report
+from dsafuse.vllm.demo import CellResult, DemoResult
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def progress(console: Console) -> Iterator[Report]:
 def render(result: DemoResult, console: Console) -> None:
     """Tokens, then what was fused and how fast, then what went wrong."""
     if result.cells:
-        console.print(_tokens(result))
+        console.print(_answers(result) if result.asked else _tokens(result))
         console.print(_work(result))
         for trace in _traces(result):
             console.print(Text(trace, style="dim"))
@@ -46,6 +46,12 @@ def render(result: DemoResult, console: Console) -> None:
             "nothing about a GPU.",
             style="dim",
         )
+        if result.interpret_up_to is not None:
+            console.print(
+                f"Calls of up to {result.interpret_up_to} tokens are interpreted: short questions, and every decode "
+                "step. For the prefill of a longer question the ops' oracles stand in, whose bytes are the same.",
+                style="dim",
+            )
     for problem in [*result.problems, *(problem for cell in result.cells for problem in cell.problems)]:
         console.print(Text(problem, style="red"))
     count = f"{len(result.cells)} cells in {result.seconds:.0f} s"
@@ -53,6 +59,24 @@ def render(result: DemoResult, console: Console) -> None:
         console.print(f"Same tokens with and without the fused preparation: {count}.", style="bold green")
     else:
         console.print(f"FAILED: {count}.", style="bold red")
+
+
+def _answers(result: DemoResult) -> Table:
+    table = Table(title="Questions and answers")
+    for column in ("model", "cache", "tokens", "question", "right answer", UNFUSED, FUSED, "identical"):
+        table.add_column(column, overflow="fold")
+    for cell in result.cells:
+        said = cell.answers or {UNFUSED: [], FUSED: []}
+        rows = zip(result.asked, said[UNFUSED], said[FUSED], cell.unfused.tokens, cell.fused.tokens, strict=True)
+        for number, (asked, unfused, fused, *tokens) in enumerate(rows):
+            same = Text("yes", style="green") if tokens[0] == tokens[1] else Text("NO", style="bold red")
+            answers = [
+                Text(text, style="green" if text.strip() == asked.answer else "red") for text in (unfused, fused)
+            ]
+            first = (cell.cell.model, cell.cell.kv_cache_dtype) if number == 0 else ("", "")
+            table.add_row(*first, str(len(asked.tokens)), Text(asked.text), asked.answer, *answers, same)
+        table.add_section()
+    return table
 
 
 def _tokens(result: DemoResult) -> Table:

@@ -1,0 +1,236 @@
+"""`dsafuse serve-bench`: `vllm serve` with the plugin on and off, under the load of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import time
+from dataclasses import replace
+from json import loads as load_json
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from dsafuse.check import plot as check_plot
+from dsafuse.cli import files, output
+from dsafuse.cli.arguments import counts, natural, one_of
+from dsafuse.serving import plot, tables
+from dsafuse.serving.grid import cells
+from dsafuse.serving.process import Ended, Stopped, listening
+from dsafuse.serving.record import Record
+from dsafuse.serving.run import STATE, Changed, Plan, Unusable, measure, prepare, resume
+
+MAX_TOKENS = 1 << 20
+MAX_CONCURRENCY = 4096
+MAX_REPEATS = 100
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+SERVERS = ("auto", "together", "in-turn")
+
+
+def serve_bench(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json and tokenizer.")],
+    isl: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "1024",
+    osl: Annotated[str, typer.Option(help="Tokens of an answer, separated by commas.")] = "256",
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, separated by commas.")] = "1,8,32,64",
+    repeats: Annotated[int, typer.Option(help="How often each cell is measured in each arm.")] = 3,
+    prompts_per_slot: Annotated[int, typer.Option(help="Prompts for each request in flight.")] = 3,
+    kv_cache_dtype: Annotated[str, typer.Option(help="The engine's word: auto, fp8, fp8_ds_mla.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="vLLM's word; dummy needs no weights.")] = "auto",
+    gpus: Annotated[
+        str | None, typer.Option(help="CUDA_VISIBLE_DEVICES of both arms (0), or of off/on (0/1, 0,1/2,3).")
+    ] = None,
+    servers: Annotated[
+        str, typer.Option(help="together, in-turn (all repeats of one, then of the other), or auto: by memory.")
+    ] = "auto",
+    extra: Annotated[str, typer.Option(help="Further arguments of vllm serve, as one string.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for results, state and logs.")] = Path("serve-bench"),
+    go_on: Annotated[bool, typer.Option("--resume", help="Go on with the measurement in --out.")] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds; before they are over all has ended, with what there is.")
+    ] = None,
+    start_limit: Annotated[float, typer.Option(help="Seconds within which servers must serve.")] = 900.0,
+    write_model: Annotated[
+        str | None, typer.Option(help="Only write MODEL_DIR: a rank of deepseek-v3.2, for --load-format dummy.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Of the model to write.")] = 24,
+    heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, where no checkout tells it.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    json: output.Json = False,
+) -> None:
+    """Serve a model with and without the plugin, and compare latencies and throughput over a grid of loads."""
+    start = time.monotonic()
+    if write_model is not None:
+        _write_model(write_model, model, layers, heads)
+        return
+    for name, value, high in (("--repeats", repeats, MAX_REPEATS), ("--prompts-per-slot", prompts_per_slot, 1000)):
+        if not 1 <= value <= high:
+            output.refuse(f"{name}: got {value}, expected an integer from 1 to {high}")
+    for name, limit in (("--time-limit", time_limit), ("--start-limit", start_limit)):
+        if limit is not None and not limit > 0:
+            output.refuse(f"{name}: got {limit}, expected seconds, more than 0")
+    plan = Plan(
+        model=_folder(model),
+        cells=cells(
+            counts("--isl", isl, 1, MAX_TOKENS),
+            counts("--osl", osl, 1, MAX_TOKENS),
+            counts("--concurrency", concurrency, 1, MAX_CONCURRENCY),
+        ),
+        repeats=repeats,
+        prompts_per_slot=prompts_per_slot,
+        kv_cache_dtype=one_of("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES),
+        load_format=load_format,
+        gpus=_gpus(gpus),
+        in_turn={"auto": None, "together": False, "in-turn": True}[one_of("--servers", servers, SERVERS)],
+        extra=_extra(extra),
+        start_seconds=start_limit,
+        commit=commit,
+    )
+    from dsafuse.vllm import demo as bridge
+
+    reason = bridge.why_not_here()
+    if reason is not None:
+        output.refuse(reason)
+    before = _state(out, go_on)
+    if load_format == "dummy":
+        plan = replace(plan, weight_bytes=_dummy_bytes(plan.model / "config.json"))
+    deadline = float("inf") if time_limit is None else start + time_limit
+    code, record = _measured(plan, before, out, deadline)
+    _write(record, out)
+    if json:
+        output.print_json(record.document())
+    elif markdown:
+        output.say(tables.markdown(record))
+    else:
+        _print(record, out)
+    raise typer.Exit(code)
+
+
+def _write_model(name: str, folder: Path, layers: int, heads: int) -> None:
+    one_of("--write-model", name, ("deepseek-v3.2",))
+    if importlib.util.find_spec("tokenizers") is None:
+        output.refuse("--write-model needs tokenizers, which comes with vLLM")
+    from dsafuse.vllm import rank
+
+    try:
+        with output.refusing(f"MODEL_DIR: {folder}"):
+            rank.write(folder, heads, layers)
+    except ValueError as error:
+        output.refuse(f"--{error}")
+    output.say(f"written: {folder}, {layers} layers of {name} with {heads} attention heads, without weights")
+
+
+def _measured(plan: Plan, before: Record | None, out: Path, deadline: float) -> tuple[int, Record]:
+    """(exit code, record); says on standard error what went wrong."""
+    with listening() as interrupted:
+        record = files.read("MODEL_DIR", plan.model / "config.json", lambda _: _prepared(plan))
+        if before is not None:
+            try:
+                record = resume(record, before)
+            except Changed as changed:
+                output.refuse(f"--resume: {changed}; choose another --out to start anew")
+        alive = "one after the other" if record.conditions["in_turn"] else "alive at the same time"
+        with output.progress() as bar:
+            task = bar.add_task("serve-bench")
+            bar.console.print(f"servers {alive}: {record.conditions['in_turn_because']}", markup=False, soft_wrap=True)
+
+            def report(done: int, work: int, doing: str) -> None:
+                bar.update(task, completed=done, total=work, description=doing[:100].replace("[", r"\["))
+
+            try:
+                measure(plan, record, out, report, deadline, interrupted)
+            except (Ended, Unusable) as error:
+                bar.console.print(str(error), markup=False, soft_wrap=True)
+                return 1, record
+            except Stopped as stopped:
+                bar.console.print(str(stopped), markup=False, soft_wrap=True)
+                return stopped.exit_code, record
+    return (0 if record.results else 1), record
+
+
+def _prepared(plan: Plan) -> Record:
+    try:
+        return prepare(plan)
+    except Unusable as error:
+        _fail(error)
+
+
+def _fail(error: object) -> NoReturn:
+    output.complain(error)
+    raise typer.Exit(1)
+
+
+def _state(out: Path, go_on: bool) -> Record | None:
+    """What was measured into this folder before, if that is to go on."""
+    state = out / STATE
+    if go_on:
+        return files.read("--resume", state, Record.read)
+    if state.exists():
+        output.refuse(f"--out: {out} holds a measurement; --resume goes on with it, another folder starts anew")
+    with output.refusing(f"--out: {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    files.check_writable("--out", state)
+    return None
+
+
+def _write(record: Record, out: Path) -> None:
+    """Markdown and, where it can be drawn, the picture; the JSON is there already."""
+    with output.refusing(f"--out: {out}"):
+        (out / "serve-bench.md").write_text(tables.markdown(record))
+        if not any(record.repeats(cell) for cell in record.cells()):
+            return
+        reason = check_plot.why_not()
+        if reason is None:
+            plot.plot(record, out / "serve-bench.png")
+        else:
+            output.complain(f"no picture: {reason}")
+
+
+def _print(record: Record, out: Path) -> None:
+    output.say(tables.origin(record))
+    for plan in tables.plans(record):
+        output.say(f"plugin: {plan}")
+    if rows := tables.lines(record):
+        output.table(None, tables.BRIEF, tables.brief(record))
+        output.table(None, tables.HEADER, rows)
+    if record.ended != "complete":
+        output.say(f"NOT COMPLETE: {record.ended}")
+    output.say(f"written: {out / STATE}, serve-bench.md, serve-bench.png; logs beside them")
+
+
+def _folder(model: Path) -> Path:
+    if not (model / "config.json").is_file():
+        output.refuse(f"MODEL_DIR: got {model}, expected a folder with a config.json")
+    if not any((model / name).is_file() for name in TOKENIZERS):
+        output.refuse(f"MODEL_DIR: {model} has no tokenizer, which the random prompts need ({' or '.join(TOKENIZERS)})")
+    return model.resolve()
+
+
+def _dummy_bytes(path: Path) -> int | None:
+    """What weights of such a config take in 16 bit; None for a family that we can't list."""
+    from dsafuse.vllm import checkpoints
+
+    config = files.read("MODEL_DIR", path, lambda file: load_json(file.read_text()))
+    try:
+        return 2 * checkpoints.parameter_count(checkpoints.TinyModel(path.parent.name, config))
+    except (KeyError, TypeError):
+        return None
+
+
+def _gpus(text: str | None) -> tuple[str | None, str | None]:
+    if text is None:
+        return None, None
+    parts = text.split("/")
+    for part in parts:
+        if len(parts) > 2 or any(natural(index.strip()) is None for index in part.split(",")):
+            output.refuse(f"--gpus: got {text!r}, expected indices as 0 or 0,1 for both arms, or as 0/1 for off/on")
+    return parts[0], parts[-1]
+
+
+def _extra(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        output.refuse(f"--extra: got {text!r}: {error}")

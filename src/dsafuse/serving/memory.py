@@ -1,0 +1,68 @@
+"""Bytes that a model's caches and weights take, from its config.json: whether two servers fit on one GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsafuse.layouts import FLAT, FP8_DS_MLA, PLAIN
+from dsafuse.serving.grid import Cell
+
+SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+BLOCK_TOKENS = 64
+SPARE_BLOCKS = 64
+SPARE_FRACTION = 0.1
+"""Caches of a size that the largest load only just fits into would preempt requests, and time that."""
+
+OTHER_BYTES = 6 << 30
+"""What a server takes beside weights and caches: context, activations of a prefill, CUDA graphs."""
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """A model folder's config.json. Raises ValueError unless it is that of a model with multi-head latent attention."""
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("kv_lora_rank"), int):
+        raise ValueError(f"{path}: has no kv_lora_rank: no model with multi-head latent attention, nothing to fuse")
+    return config
+
+
+def _activation(config: Mapping[str, Any]) -> torch.dtype:
+    word = config.get("dtype") or config.get("torch_dtype")
+    return torch.float32 if word == "float32" else torch.bfloat16
+
+
+def cache_bytes(config: Mapping[str, Any], kv_cache_dtype: str, cells: Sequence[Cell]) -> int:
+    """What the largest cell needs, every request in blocks of its own, on one rank."""
+    most = max(c.concurrency * (-(-(c.isl + c.osl) // BLOCK_TOKENS) + 1) for c in cells)
+    blocks = SPARE_BLOCKS + int(most * (1 + SPARE_FRACTION))
+    # Of several meanings of "fp8" the larger one: what is not needed stays unused.
+    layout = FP8_DS_MLA if kv_cache_dtype.startswith("fp8") else PLAIN
+    row = layout.row_bytes(_activation(config)) + (FLAT.row_bytes() if config.get("index_topk") else 0)
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    return int(layers * blocks * BLOCK_TOKENS * row)
+
+
+def weight_bytes(model: Path) -> int | None:
+    """What lies in the folder's safetensors; None without any."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors")) or None
+
+
+def ranks(extra: Sequence[str]) -> int:
+    """How many GPUs share the weights, by the further arguments of `vllm serve`."""
+    found = 1
+    for place, word in enumerate(extra):
+        name, _, value = word.partition("=")
+        text = value or (extra[place + 1] if place + 1 < len(extra) else "")
+        if name in SPLITS and text.isdecimal():
+            found *= int(text)
+    return found
+
+
+def fits_twice(free_bytes: int, weights: int, caches: int) -> bool:
+    """Whether two servers fit into what is free on one GPU."""
+    return 2 * (weights + caches + OTHER_BYTES) <= free_bytes

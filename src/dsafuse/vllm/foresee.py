@@ -1,0 +1,149 @@
+"""What the plugin would decide for a model, without weights, caches or memory of a GPU: `dsafuse explain --vllm`.
+
+    python -m dsafuse.vllm.foresee < question.json
+
+The question is {"model": folder, "kv_cache_dtype": word, "changes": to config.json, "mtp": bool}. vLLM's own config is
+made from the folder and its own model class is built on torch's meta device, with the plugin at work. So the layers
+that the gates look at are the real ones, and there are no second sentences: what is printed is what a worker would
+log. Standard output gets one JSON object, vLLM's log goes to standard error.
+
+A rank of a tensor-parallel model is built as a model with its share of the heads: nothing else that a plan looks at
+is divided.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dsafuse import switches
+from dsafuse.vllm import logger
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+ERROR_LINES = 12
+
+
+class Unforeseen(Exception):
+    """vLLM could not build the model; the message has its last words."""
+
+
+def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict[str, Any]:
+    """What `foresee` finds, in a process of its own: vLLM's state is not for the caller's.
+
+    Raises ValueError if the model's heads can't be shared by `tp` ranks, Unforeseen if vLLM can't build the model.
+    """
+    heads = json.loads((model / "config.json").read_text()).get("num_attention_heads")
+    if isinstance(heads, int) and (tp < 1 or heads % tp):
+        raise ValueError(f"tp: got {tp}, expected a divisor of {heads} heads")
+    share = {"num_attention_heads": heads // tp, "num_key_value_heads": heads // tp} if heads and tp > 1 else {}
+    question = {"model": str(model.resolve()), "kv_cache_dtype": kv_cache_dtype, "changes": share, "mtp": mtp}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsafuse.vllm.foresee"],
+        input=json.dumps(question),
+        env={**os.environ, **ENVIRONMENT, **_mode()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise Unforeseen("\n".join(["vLLM could not build this model:", *done.stderr.splitlines()[-ERROR_LINES:]]))
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _mode() -> dict[str, str]:
+    # strict would raise the first refusal; all of them are to be said.
+    return {"DSAFUSE_MODE": "auto"} if switches.current().mode == "strict" else {}
+
+
+def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool) -> dict[str, Any]:
+    """Build the model and report: vLLM, platform, and one entry for each kind of layer, in the order of layers.
+
+    changes: to config.json. mtp: with a draft of the model's MTP layers.
+    """
+    import torch
+    import vllm
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from dsafuse.vllm import plan
+
+    said = _NotInstalled()
+    logger.addHandler(said)
+    config = EngineArgs(
+        model=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_cache_dtype=kv_cache_dtype,
+        hf_overrides=changes,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if mtp else None,
+    ).create_engine_config()
+    with tempfile.TemporaryDirectory() as place, set_current_vllm_config(config):
+        _alone(Path(place) / "store")
+        init_workspace_manager(torch.device("meta"))  # backends for GPUs take their buffers from it when they are built
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            initialize_model(vllm_config=config)
+            if mtp:
+                initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+    kinds: dict[str, dict[str, Any]] = {}
+    for found in plan.PLANS.values():
+        kinds.setdefault(str(found), {"says": str(found), "layers": [], **found.as_dict()})["layers"].append(
+            found.layer
+        )
+    return {
+        "vllm": vllm.__version__,
+        "platform": current_platform.device_type,
+        "not_installed": ["DSAFUSE_MODE=off"] if switches.current().mode == "off" else said.reasons,
+        "block_size": config.cache_config.block_size,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "kinds": list(kinds.values()),
+    }
+
+
+class _NotInstalled(logging.Handler):
+    """Hears what the plugin logs when it does not install something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _, found, reason = record.getMessage().partition("dsafuse: not installed: ")
+        if found and reason not in self.reasons:
+            self.reasons.append(reason)
+
+
+def _alone(store: Path) -> None:
+    """vLLM's process groups, with this process alone in each."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+    parallel_state.initialize_model_parallel()
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answers.write(json.dumps(foresee(**json.load(sys.stdin))) + "\n")
+    answers.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The command: what it refuses before any work, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsafuse.cli import serve_bench as command
+from dsafuse.cli.app import app
+from dsafuse.serving.run import STATE, Plan
+from tests.serving.conftest import CONFIG, FAKE
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "servable"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def bench(model: Path, tmp_path: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The command over fakes."""
+
+    def faked(**values: Any) -> Plan:
+        return replace(Plan(**values), vllm=FAKE, client=(*FAKE, "client"), in_turn=False)
+
+    monkeypatch.setattr(command, "Plan", faked)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+
+    def run(*arguments: str) -> Any:
+        grid = ("--isl", "16", "--osl", "8", "--concurrency", "1,2")
+        return RUNNER.invoke(app, ["serve-bench", str(model), *grid, "--out", str(tmp_path / "out"), *arguments])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--isl", "0"), "--isl: got '0'"),
+        (("--concurrency", "1,x"), "--concurrency: got 'x'"),
+        (("--repeats", "0"), "--repeats: got 0, expected an integer from 1 to 100"),
+        (("--prompts-per-slot", "0"), "--prompts-per-slot: got 0"),
+        (("--kv-cache-dtype", "int4"), "--kv-cache-dtype: got 'int4'"),
+        (("--servers", "both"), "--servers: got 'both', expected one of auto, together, in-turn"),
+        (("--gpus", "0/1/2"), "--gpus: got '0/1/2'"),
+        (("--gpus", "a"), "--gpus: got 'a'"),
+        (("--extra", "'"), '--extra: got "\'": No closing quotation'),
+        (("--time-limit", "0"), "--time-limit: got 0.0, expected seconds"),
+        (("--time-limit", "nan"), "--time-limit: got nan, expected seconds"),
+        (("--resume",), "--resume: got"),
+        (("--write-model", "glm"), "--write-model: got 'glm'"),
+        (("--write-model", "deepseek-v3.2", "--heads", "3"), "--heads: got 3, expected a divisor of 128"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_leaves_nothing(
+    bench: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(says)
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_model_is_refused(bench: Callable[..., Any], model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in bench().stderr
+    (model / "config.json").unlink()
+    assert "expected a folder with a config.json" in bench().stderr
+
+
+def test_a_model_without_latent_attention_is_refused(bench: Callable[..., Any], model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    done = bench()
+    assert done.exit_code == 2
+    assert "no kv_lora_rank" in done.stderr
+
+
+def test_tables_and_files_then_more_repeats_of_the_same(
+    bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path
+) -> None:
+    fake()
+    done = bench("--repeats", "1", "--markdown")
+    assert done.exit_code == 0, done.stderr
+    assert "| 16/8 | 1 | 6.00 | 5.00 | 1.200 | 1.200-1.200 |" in done.stdout
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "serve-bench.json", "serve-bench.md", "serve-bench.png", "off.log", "on.log", "client.log",
+    }  # fmt: skip
+    assert (out / "serve-bench.md").read_text().strip() == done.stdout.strip()
+    refused = bench("--repeats", "2")
+    assert refused.exit_code == 2
+    assert "holds a measurement; --resume goes on with it" in refused.stderr
+    refused = bench("--repeats", "2", "--resume", "--kv-cache-dtype", "fp8")
+    assert refused.exit_code == 2
+    assert "condition kv_cache_dtype was 'auto', is 'fp8'" in refused.stderr
+    done = bench("--repeats", "2", "--resume", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((out / STATE).read_text())
+    assert [cell["repeats"] for cell in json.loads(done.stdout)["summary"]] == [2, 2]
+
+
+def test_a_dead_server_is_exit_code_1_with_its_last_words(
+    bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path
+) -> None:
+    fake(die_after={"off": 1.0}, turn_seconds=0.3)
+    done = bench("--repeats", "50")
+    assert done.exit_code == 1
+    assert "RuntimeError: the engine is no more" in done.stderr
+    assert (tmp_path / "out" / "serve-bench.md").exists()
+
+
+def test_equal_arms_are_exit_code_1(bench: Callable[..., Any], fake: Callable[..., Path]) -> None:
+    fake(plans={})
+    done = bench()
+    assert done.exit_code == 1
+    assert "two equal arms are not measured" in done.stderr
+
+
+def test_a_rank_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "rank"
+    done = RUNNER.invoke(
+        app, ["serve-bench", str(folder), "--write-model", "deepseek-v3.2", "--layers", "2", "--heads", "128"]
+    )
+    assert done.exit_code == 0
+    assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
