@@ -1,0 +1,215 @@
+"""`dsafuse eval`: what is asked, how answers are compared, each way in which a run fails, and real runs in vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed (requirements/vllm-cpu.txt)")
+
+from dsafuse.accuracy import evaluate, report, tokenizer
+from dsafuse.accuracy.evaluate import Cell, Question, Settings
+from dsafuse.accuracy.model import Model, read
+from dsafuse.accuracy.tasks import Problem
+from dsafuse.vllm import arms
+from tests.accuracy.conftest import LONGEST, needs_vllm, write
+
+OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "", "reasons": []}
+PLANS = [{"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP}]
+STEPS = [0.1, 0.1, 0.1]
+
+
+def calls(fused: int, fallback: int = 0) -> dict[str, dict[str, int]]:
+    return {op: {"fused": fused, "fallback": fallback} for op in ("mla", "indexer")}
+
+
+def arm(answers: list[str], **changes: Any) -> arms.ArmResult:
+    """An arm that said this, and was fused unless told otherwise."""
+    eos = [tokenizer.IDS[tokenizer.EOS]]
+    tokens = [tokenizer.encode(text, bos=False) + eos for text in answers]
+    return replace(arms.ArmResult(tokens, STEPS, calls(3), PLANS), **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return read(write(tmp_path_factory.mktemp("models") / "m", "glm-5", num_nextn_predict_layers=1))
+
+
+@pytest.fixture
+def settings(model: Model) -> Settings:
+    return Settings(model, (Cell("auto"),), (32,), problems=2, device="cpu", dtype="bfloat16")
+
+
+ASKED = [Question("recall", 32, Problem("", str(100 + i)), []) for i in range(8)]
+RIGHT = [str(100 + i) for i in range(8)]
+
+
+def compared(settings: Settings, unfused: list[str], fused: list[str], **changes: Any) -> evaluate.CellResult:
+    off = arm(unfused, calls=calls(0), plans=[])
+    return evaluate.compare(settings, ASKED, settings.cells[0], off, arm(fused, **changes))
+
+
+def test_questions_are_the_same_for_the_same_seed_and_fit_their_context(settings: Settings) -> None:
+    asked = evaluate.questions(settings)
+    assert asked == evaluate.questions(settings)
+    assert asked != evaluate.questions(replace(settings, seed=1))
+    assert [(q.task, q.context) for q in asked] == [("recall", 32)] * 2 + [("arithmetic", 32)] * 2
+    assert all(q.tokens == tokenizer.encode(q.problem.prompt) and len(q.tokens) <= 32 for q in asked)
+
+
+def test_a_context_that_the_model_does_not_reach_is_refused(settings: Settings) -> None:
+    with pytest.raises(ValueError, match=f"reads {LONGEST - 5} at most"):
+        evaluate.questions(replace(settings, contexts=(LONGEST,)))
+
+
+def test_default_contexts_lie_on_both_sides_of_index_topk(model: Model) -> None:
+    for short, long in (evaluate.default_contexts(model), evaluate.quick_contexts(model)):
+        assert short < model.index_topk < long <= LONGEST
+
+
+def test_equal_arms_are_a_success(settings: Settings) -> None:
+    found = compared(settings, RIGHT, RIGHT)
+    assert found.problems == []
+    assert (found.paired.unfused.right, found.paired.fused.right, found.paired.differing) == (8, 8, 0)
+    assert list(found.parts) == [("recall", 32)]
+
+
+def test_an_answer_needs_its_end_and_nothing_behind(settings: Settings) -> None:
+    found = compared(settings, RIGHT, ["1000", *RIGHT[1:]])
+    assert (found.paired.lost, found.paired.differing) == (1, 1)
+
+
+def test_a_significant_loss_is_a_problem_and_a_small_one_is_none(settings: Settings) -> None:
+    lost = compared(settings, RIGHT, ["0"] * 8)
+    assert any("8 answers were right without fusion alone" in text for text in lost.problems)
+    assert compared(settings, RIGHT, ["0"] * 7 + RIGHT[7:]).problems == []
+
+
+def test_in_fp32_one_other_answer_is_a_problem(settings: Settings) -> None:
+    wrong = ["1", *RIGHT[1:]], ["2", *RIGHT[1:]]
+    assert compared(settings, *wrong).problems == []
+    exact = compared(replace(settings, dtype="float32"), *wrong)
+    assert exact.problems == ["auto cache: 1 answers differ, and in float32 none may"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"plans": [], "calls": calls(0)}, "planned no layer"),
+        ({"calls": calls(2)}, "mla calls in 3 steps: {'fused': 2, 'fallback': 0}, expected {'fused': 3"),
+        ({"calls": calls(3, fallback=1)}, "'fallback': 1}, expected"),
+        (
+            {"plans": [{**PLANS[0], "mla": {**OP, "fused": False, "reasons": ["too wide"]}}]},
+            "mla was not fused: too wide",
+        ),
+        ({"plans": [{**PLANS[0], "mla": {**OP, "provider": "triton"}}]}, "mla ran on provider triton, not interpreter"),
+    ],
+)
+def test_an_arm_that_was_not_fused_at_every_step_is_a_problem(
+    settings: Settings, changes: dict[str, Any], problem: str
+) -> None:
+    assert any(problem in text for text in compared(settings, RIGHT, RIGHT, **changes).problems)
+
+
+def test_a_draft_may_rest_and_the_backbone_may_not(settings: Settings) -> None:
+    drafted = replace(settings, cells=(Cell("auto", drafts=1),))
+    two = [PLANS[0], {**PLANS[0], "layer": "model.layers.1"}]
+    found = compared(drafted, RIGHT, RIGHT, plans=two, calls=calls(4), drafts=(10, 5))
+    assert found.problems == []
+    assert found.acceptance == (1.0, 1.5)
+    assert compared(drafted, RIGHT, RIGHT, plans=two, calls=calls(2)).problems != []
+
+
+def test_under_cuda_graphs_plans_and_fallbacks_count(settings: Settings) -> None:
+    graphs = replace(settings, eager=False)
+    assert compared(graphs, RIGHT, RIGHT, calls=calls(1)).problems == []
+    assert compared(graphs, RIGHT, RIGHT, calls=calls(1, fallback=1)).problems != []
+    assert compared(graphs, RIGHT, RIGHT, calls=calls(0)).problems != []
+
+
+def test_nothing_served_is_no_success(settings: Settings) -> None:
+    assert not evaluate.Evaluation(settings, []).ok
+
+
+def test_tables_and_markdown_tell_the_same(settings: Settings) -> None:
+    record = evaluate.Evaluation(settings, [compared(settings, RIGHT, ["0"] * 8)]).record()
+    record = json.loads(json.dumps(record))
+    assert not record["ok"]
+    text = report.markdown(record)
+    assert "| auto | off | 8 | 100.00 ± 0.00 | 0.00 ± 0.00 | -100.00 ± 0.00 | 8/0 | 0.0078 | 8 | - |" in text
+    assert "FAILED: auto cache: 8 answers were right" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "refusal"),
+    [
+        (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda m: (m / "config.json").write_text("{}"), "has no index_topk"),
+        (lambda m: (m / "config.json").unlink(), "No such file"),
+    ],
+)
+def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, spoil: Any, refusal: str) -> None:
+    folder = write(tmp_path / "m", "glm-5")
+    spoil(folder)
+    done = run_cli(folder)
+    assert done.returncode == 2
+    assert refusal in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--problems", "0"], "--problems: got 0, expected an integer from 1"),
+        (["--mtp", "on"], "--mtp: got on, but"),
+        (["--kv-cache-dtype", "fp9"], "--kv-cache-dtype: got 'fp9', expected one of auto"),
+        (["--context", "5000"], "--context: got '5000', expected integers from 1 to 512"),
+        (["--context", "511"], "--context: a prompt of recall has 511 tokens, and the model reads 507 at most"),
+        (["--memory", "1.5"], "--memory: got 1.5, expected more than 0 and at most 1"),
+        (["--out", "/nowhere/x.json"], "--out: /nowhere/x.json: there is no directory /nowhere"),
+    ],
+)
+def test_values_out_of_range_are_refused_in_one_line(seeded: dict[str, Path], options: list[str], refusal: str) -> None:
+    done = run_cli(seeded["deepseek-v3.2"], *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert refusal in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsafuse", "eval", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+def test_both_arms_in_vllm_answer_the_same_and_as_transformers(
+    seeded: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """Seeded weights: no answer is right, all are the same, and log-probabilities are those of other people's code."""
+    out, text = tmp_path / "eval.json", tmp_path / "eval.md"
+    done = run_cli(seeded[family], "--quick", "--oracle", "--out", str(out), "--markdown", str(text))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    drafts = [0, 1] if family == "glm-5" else [0]
+    assert [(c["kv_cache_dtype"], c["draft_tokens"]) for c in record["cells"]] == [
+        (word, count) for word in ("auto", "fp8") for count in drafts
+    ]
+    for cell in record["cells"]:
+        assert cell["unfused"]["count"] == 8
+        assert cell["differing"] == 0
+        assert cell["interpreted_or_oracle"]["interpreted"] > 0
+        assert (cell["acceptance_length"] is not None) == bool(cell["draft_tokens"])
+    assert [(each["kv_cache_dtype"], each["arm"], each["ok"]) for each in record["oracle"]] == [
+        (word, name, True) for word in ("auto", "fp8") for name in ("un-fused", "fused")
+    ]
+    for each in record["oracle"]:
+        # Of 47, 46, 95 and 94 tokens with 8 behind them, 64 positions at most see no more than index_topk tokens.
+        assert (each["covered"]["positions"], each["beyond"]["positions"]) == (54 + 53 + 64 + 64, 38 + 37)
+    assert "| auto | off | 8 |" in text.read_text()

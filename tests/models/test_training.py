@@ -1,0 +1,112 @@
+"""Training in small: the loss falls, a killed run goes on as if nothing had happened, a measure is not flattering."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models.export import load
+from models.families import CONFIGS, tiny
+from models.measure import SEED, accuracy
+from models.network import Output, Request
+
+from dsafuse.accuracy.tasks import TASKS
+from dsafuse.accuracy.tokenizer import EOS, IDS, encode
+from models import train
+
+CPU = torch.device("cpu")
+SHORT = train.Recipe(
+    (train.Stage(0.4, 24, 8), train.Stage(0.7, 40, 8, rows=8), train.Stage(1.0, 48, 8, rows=8, sparse=True)),
+    warmup_steps=4,
+)
+
+
+def trainer(family: str = "dsa-glm-small") -> train.Trainer:
+    return train.Trainer(tiny(family), SHORT, 0, CPU, graphs=False)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_losses_fall_and_the_run_leaves_a_checkpoint_and_its_measures(family: str, tmp_path: Path) -> None:
+    out = tmp_path / family
+    train.main([family, "--tiny", "--steps", "45", "--out", str(out), "--problems", "4", "--every", "0"])
+    log = json.loads((out / "log.json").read_text())
+    assert [entry["step"] for entry in log] == list(range(1, 46))
+    assert log[0]["language"] > 6
+    assert sum(entry["language"] for entry in log[-5:]) / 5 < 2.6
+    indexed = [entry["index"] for entry in log if entry["context"] > 24]
+    assert indexed[-1] < indexed[0]
+    assert log[-1]["sparse"]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["steps"] == 45
+    assert all(0 <= found["accuracy"] <= 1 for found in metrics["accuracy"].values())
+    assert load(out / "checkpoint").config["architectures"] == CONFIGS[family]["architectures"]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = trainer()
+    train.train(whole, tmp_path, steps=10)
+    (tmp_path / "state.pt").unlink()
+
+    killed = trainer()
+    for step in range(6):
+        killed.advance(step / 10)
+    train.save(killed, tmp_path / "state.pt")
+    resumed = trainer()
+    train.train(resumed, tmp_path, steps=10)
+    assert resumed.step == 10
+    for (name, first), second in zip(whole.network.named_parameters(), resumed.network.parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_a_seed_decides_the_first_weights_and_the_text() -> None:
+    first, again = trainer(), trainer()
+    assert float(first.advance(0.0).total) == float(again.advance(0.0).total)
+    other = train.Trainer(tiny("dsa-glm-small"), SHORT, 1, CPU, graphs=False)
+    assert float(other.advance(0.0).total) != float(trainer().advance(0.0).total)
+
+
+def test_a_stage_ends_with_its_share_or_when_recall_is_good_enough() -> None:
+    run = trainer()
+    run.recipe = replace(SHORT, stages=(replace(SHORT.stages[0], enough=0.9), *SHORT.stages[1:]))
+    run.advance(0.1)
+    assert run.stage == 0
+    run.recall = 0.95
+    run.advance(0.1)
+    assert run.stage == 1
+    run.advance(0.71)
+    assert run.stage == 2
+
+
+def test_half_of_the_indexers_rows_are_where_an_answer_is_said() -> None:
+    answers = torch.zeros(2, 40, dtype=torch.int64)
+    answers[:, 30:34] = 1
+    rows = train.index_rows(answers, 8, torch.Generator().manual_seed(0))
+    assert rows.shape == (2, 8)
+    assert (rows[:, :4].sort().values == torch.arange(29, 33)).all()
+
+
+class Parrot(torch.nn.Module):
+    """Says the right token everywhere except at one place counted from the end of the answer."""
+
+    def __init__(self, wrong_at: int | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.wrong_at = wrong_at
+
+    def forward(self, ids: torch.Tensor, request: Request) -> Output:
+        said = ids.roll(-1, dims=1)
+        if self.wrong_at is not None:
+            said[:, -1 - self.wrong_at] += 1
+        logits = torch.nn.functional.one_hot(said, 2048).float()
+        return Output(logits, None, self.weight, logits)
+
+
+@pytest.mark.parametrize(("wrong_at", "expected"), [(None, 1.0), (1, 0.0), (2, 0.0), (4, 0.0), (5, 1.0)])
+def test_an_answer_with_one_wrong_token_is_wrong(wrong_at: int | None, expected: float) -> None:
+    problem = TASKS["recall"](SEED, 1, 64)[0]
+    assert len(encode(problem.answer, bos=False)) == 3
+    assert IDS[EOS] == 1
+    assert accuracy(Parrot(wrong_at), "recall", 4, 64, sparse=False) == {"accuracy": expected}  # type: ignore[arg-type]
