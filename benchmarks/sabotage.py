@@ -1,6 +1,6 @@
 """Six faults of the kind that engines have shipped, put into the fused path: who sees them?
 
-    python -m benchmarks.sabotage [MODEL_DIR] [--fault NAME]... [--quick] [--out FILE]
+    python -m benchmarks.sabotage [MODEL_DIR] [--fault NAME]... [--quick] [--context 384,2048] [--out FILE]
 
 Each fault wraps the fused ops where they are called, by `dsafuse verify` and by vLLM alike: it changes what goes in or
 what has come out. The product has no switch for that; the process of the fused arm is started from here. The oracle,
@@ -28,6 +28,9 @@ from dsafuse.numerics import RopeStyle, rotate
 from dsafuse.registry import OPS, Op
 
 NONE = "none"
+MEMORY = 0.6
+"""Of a GPU, for an arm: the shipped models are small, and `verify` may hold some."""
+
 OTHER = {"neox": "interleaved", "interleaved": "neox", "flat": "tiled16", "tiled16": "flat"}
 
 
@@ -37,15 +40,12 @@ class Role:
     def __init__(self, arguments: dict[str, Any], prefix: str) -> None:
         self._arguments, self._prefix = arguments, prefix
 
-    def _name(self, key: str) -> str:
-        return key if key in ("positions", "cos_sin_cache") and not self._prefix else self._prefix + key
-
     def __getitem__(self, key: str) -> Any:
-        return self._arguments.get(self._name(key))
+        return self._arguments.get(self._prefix + key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if self[key] is not None:
-            self._arguments[self._name(key)] = value
+            self._arguments[self._prefix + key] = value
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,13 @@ def sabotaged(fault: Fault) -> Iterator[None]:
             bound = inspect.signature(op.oracle).bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = dict(bound.arguments)
-            # An op has MLA's arguments under their own names, unless it is the indexer's alone.
-            mla, index = Role({} if op.name == INDEXER else arguments, ""), Role(arguments, op.index_prefix)
-            if op.name == MLA:
-                index = Role({}, "")
-            fault.before(mla, index)
+            # The two original fusions have one role each, both under its own names.
+            mla = Role({} if op.name == INDEXER else arguments, "")
+            fault.before(mla, Role({} if op.name == MLA else arguments, op.index_prefix))
             result = call(op, **arguments)
             results = result if isinstance(result, tuple) else (result,)
-            fault.after(Role({**arguments, **dict(zip(op.output_names, results))}, op.index_prefix))
+            written = {**arguments, **dict(zip(op.output_names, results))}
+            fault.after(Role({} if op.name == MLA else written, op.index_prefix))
             return result
 
         return wrapped
@@ -233,7 +232,7 @@ def markdown(records: dict[str, dict[str, Any]]) -> str:
         for cell in record.get("eval") or []:
             row += [f"{100 * cell[arm]['accuracy']:.2f}" for arm in ("unfused", "fused")]
             row += [f"{cell['lost']}/{cell['gained']}", f"{cell['p']:.2g}", str(cell["differing"])]
-        row += ["-"] * (7 - len(row)) + ["sees it" if seen["accuracy"] else "sees nothing"]
+        row += ["-"] * (7 - len(row)) + ["-" if name == NONE else "sees it" if seen["accuracy"] else "sees nothing"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -246,7 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this one; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few cases and few problems")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where verify runs; default: a GPU if there is one")
     parser.add_argument("--problems", type=int, help="problems of each task at each context")
+    parser.add_argument("--context", help="tokens of a prompt, separated by commas")
     parser.add_argument("--logs", type=Path, help="folder for the arms' logs")
     parser.add_argument("--time-limit", type=float, help="seconds for all arms")
     parser.add_argument("--out", type=Path, help="write JSON to this file")
@@ -259,14 +260,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm.main()
         return 0
     names = options.fault or list(FAULTS)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     records: dict[str, dict[str, Any]] = {}
     for name in names:
         records[name] = {"like": FAULTS[name].like, "verify": verified(FAULTS[name], device, options.quick)}
         v = records[name]["verify"]
         sys.stderr.write(f"verify, {name}: {v['failed']} of {v['cases']} cases failed; {v['first'] or ''}\n")
     if options.model is not None:
-        settings = {"problems": options.problems, "logs": options.logs, "seconds": options.time_limit}
+        contexts = options.context and tuple(map(int, options.context.split(",")))
+        settings = {
+            "problems": options.problems,
+            "contexts": contexts,
+            "logs": options.logs,
+            "seconds": options.time_limit,
+            "memory": MEMORY,
+        }
         for name, cells in evaluated(names, options.model, quick=options.quick, **settings).items():
             records[name]["eval"] = cells
     for record in records.values():

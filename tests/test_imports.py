@@ -32,8 +32,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "torch_steps": (BASE, {"torch"}),
     "split": ({"torch_steps"} | BASE, {"torch"}),
     "kernels": ({"kernels"} | BASE, {"torch", "triton", "numpy"}),
-    "__init__": ({"ops"}, set()),
-    "check": ({"check", "split", "torch_steps", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
+    "warming": (BASE, {"torch"}),
+    "__init__": ({"ops", "warming"}, set()),
+    "check": ({"check", "split", "torch_steps", "warming", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
     "serving": ({"serving", "check", "__init__"} | BASE, {"torch", "matplotlib"}),
     "vllm": ({"vllm", "__init__"} | BASE, {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"}),
     "accuracy": (

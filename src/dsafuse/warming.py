@@ -80,9 +80,10 @@ def warm_up(
 ) -> WarmUp:
     """Compile every kernel that a model needs on a target, for aligned rows and for others.
 
-    Token counts and strides compile nothing new, so this is all there is to compile. If the current GPU is the target,
-    the kernels are loaded, too; any other target needs no GPU, and what is compiled for it goes to Triton's cache on
-    disk (TRITON_CACHE_DIR), where a process on such a GPU finds it, given the same Triton and the same dsafuse.
+    Neither token counts nor strides compile anything beyond that. If the current GPU is the target, the kernels are
+    loaded, too. Any other target needs no GPU: what is compiled for it goes to Triton's cache on disk
+    (TRITON_CACHE_DIR), where a process on such a GPU finds it, given the same Triton and the same dsafuse; meanwhile no
+    thread may launch Triton kernels.
 
     Args:
         model: a name of `dsafuse.models.MODELS`, as "deepseek-v3.2", or a record like those.

@@ -157,21 +157,32 @@ def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(
 
 def test_there_is_a_plan_for_each_vendor_and_any_number_of_tokens() -> None:
     assert launch.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
-    for plans in launch.PLANS.values():
-        most = [count for count, _ in plans]
-        assert most == sorted(most)
-        assert most[-1] == launch.ANY
-        for _, plan in plans:
-            rows = (plan.index_rows, plan.latent_rows, plan.norm_rows)
-            for count in (plan.block_heads, plan.rope_block_heads, plan.index_block_heads, *rows):
-                assert count & (count - 1) == 0
-            assert plan.group % max(rows) == 0
-            assert {plan.threads, plan.latent_threads} <= {32, 64, 128, 256}
+    for by_heads in launch.PLANS.values():
+        assert by_heads.keys() == {"none", "attention", "indexer"}
+        for plans in by_heads.values():
+            most = [count for count, _ in plans]
+            assert most == sorted(most)
+            assert most[-1] == launch.ANY
+            for _, plan in plans:
+                rows = (plan.index_rows, plan.latent_rows, plan.norm_rows)
+                for count in (plan.block_heads, plan.rope_block_heads, plan.index_block_heads, *rows):
+                    assert count & (count - 1) == 0
+                assert plan.group % max(rows) == 0
+                assert plan.threads in (32, 64, 128, 256)
 
 
-@pytest.mark.parametrize(("tokens", "place"), [(1, 0), (256, 0), (257, 1), (2**20, 1)])
+@pytest.mark.parametrize(("tokens", "place"), [(1, 0), (256, 0), (257, 1), (1024, 2), (1025, 3), (2**20, 3)])
 def test_a_plan_serves_up_to_its_tokens(tokens: int, place: int) -> None:
-    assert launch.plan_of(Target.named("sm_90"), tokens) is launch.PLANS["nvidia"][place][1]
+    _, config = EVERY_OP["latents"].resolve(**FULL_CALLS["latents"]())
+    plans = launch.plans_of(Target.named("sm_90"), config)
+    assert plans is launch.PLANS["nvidia"]["none"]
+    assert launch.plan_for(plans, tokens) is plans[place][1]
+
+
+@pytest.mark.parametrize(("op", "heads"), [("mla", "attention"), ("indexer", "indexer"), ("qk", "indexer")])
+def test_plans_are_told_by_the_heads_of_an_op(op: str, heads: str) -> None:
+    _, config = EVERY_OP[op].resolve(**FULL_CALLS[op]())
+    assert launch.plans_of(Target.named("sm_90"), config) is launch.PLANS["nvidia"][heads]
 
 
 @pytest.mark.parametrize(

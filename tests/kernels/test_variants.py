@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton.compiler
 from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 from triton.runtime import driver
 
 from dsafuse.kernels import ahead, grids, launch
@@ -24,23 +26,32 @@ CALLS: dict[str, Callable[..., Call]] = {
     "latents": lambda tokens: latents_call(tokens, layout="fp8", block_size=64),
     "queries": lambda tokens: queries_call(tokens, query=FN),
 }
+SM_90 = Target.named("sm_90")
 DEVICE = 7777
 """An index under which nothing else has compiled."""
 
 
 class Jit:
-    """Triton's launch up to the point where a GPU would be needed; counts the kernels that it has compiled."""
+    """Triton's launch, up to where it would ask for code; counts for how many kernels it has asked."""
 
     def __init__(self) -> None:
-        grids.prepare.device_caches.pop(DEVICE, None)
         self.prepare = self
+        self.asked: list[str] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         return lambda *args, **kwargs: grids.prepare.warmup(*args, grid=grid, **kwargs)
 
+    def compile(self, source: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> Any:
+        """Stands where Triton's compiler does; the key is that of its cache on disk."""
+        backend = make_backend(target)
+        key = f"{source.hash()} {target} {backend.parse_options(options).hash()}"
+        self.asked.append(key)
+        return SimpleNamespace(run=True, key=key)
+
     @property
     def compiled(self) -> int:
-        return len(grids.prepare.device_caches[DEVICE][0])
+        assert len(set(self.asked)) == len(self.asked)
+        return len(self.asked)
 
     def launch(self, op: str, call: Call) -> None:
         arguments, config = EVERY_OP[op].resolve(**call)
@@ -54,10 +65,16 @@ def jit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jit]:
         get_current_stream=lambda _device: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
+    found = Jit()
     monkeypatch.setattr(driver, "_active", gpu)
-    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named("sm_90")))
-    yield Jit()
-    grids.prepare.device_caches.pop(DEVICE, None)
+    monkeypatch.setattr(triton.compiler, "compile", found.compile)
+    monkeypatch.setattr(Target, "of", staticmethod(lambda _device: SM_90))
+    caches = (DEVICE, SM_90.arch)
+    for device in caches:
+        grids.prepare.device_caches.pop(device, None)
+    yield found
+    for device in caches:
+        grids.prepare.device_caches.pop(device, None)
 
 
 def restrided(call: Call, columns: int) -> Call:
@@ -69,20 +86,31 @@ def restrided(call: Call, columns: int) -> Call:
     }
 
 
+def plans_of(op: str) -> dict[launch.LaunchPlan, list[int]]:
+    """The plans of an op's call, each with token counts that it serves; 1 and multiples of 16 are what Triton would
+    specialise on."""
+    _, config = EVERY_OP[op].resolve(**CALLS[op](3))
+    plans = launch.plans_of(SM_90, config)
+    counts: dict[launch.LaunchPlan, list[int]] = {plan: [] for _, plan in plans}
+    for tokens in (1, 2, 3, 15, 16, 17, 64, 200, *(most + 1 for most, _ in plans[:-1])):
+        counts[launch.plan_for(plans, tokens)].append(tokens)
+    return counts
+
+
 @pytest.mark.parametrize("op", EVERY_OP)
-def test_a_configuration_is_compiled_once_for_aligned_rows_and_once_for_others(op: str, jit: Jit) -> None:
-    # 1 and multiples of 16 are what Triton specialises on where it is let.
-    for tokens in (1, 2, 3, 15, 16, 17, 64, 200):
-        jit.launch(op, CALLS[op](tokens))
-        assert jit.compiled == 1, tokens
-    for columns in (8, 16, 120, 2048):
-        jit.launch(op, restrided(CALLS[op](5), columns))
-        assert jit.compiled == 1, columns
-    for tokens, columns in ((1, 1), (5, 3), (16, 7)):
-        jit.launch(op, restrided(CALLS[op](tokens), columns))
-        assert jit.compiled == 2, (tokens, columns)
-    jit.launch(op, CALLS[op](33))
-    assert jit.compiled == 2
+def test_a_plan_is_compiled_once_for_aligned_rows_and_once_for_others(op: str, jit: Jit) -> None:
+    before = 0
+    for tokens in plans_of(op).values():
+        for count in tokens:
+            jit.launch(op, restrided(CALLS[op](count), 8))
+            assert jit.compiled == before + 1, count
+        for columns in (16, 120, 2048):
+            jit.launch(op, restrided(CALLS[op](tokens[0]), columns))
+            assert jit.compiled == before + 1, columns
+        for count, columns in zip(tokens, (1, 3, 7)):
+            jit.launch(op, restrided(CALLS[op](count), columns))
+            assert jit.compiled == before + 2, (count, columns)
+        before = jit.compiled
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -101,23 +129,20 @@ def test_the_number_of_blocks_and_the_length_of_the_table_compile_nothing(jit: J
     assert jit.compiled == 1
 
 
-@pytest.mark.parametrize("op", ["indexer_qk_rope_quant_and_cache", "prepare_qk"])
-def test_what_was_compiled_ahead_is_what_a_launch_looks_for(op: str, jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, whole = Target.named("sm_90"), next(each for each in EVERY_OP.values() if each.name == op)
-    call = meta_call(whole, MODELS["glm-5.2"], 8, target)
-    with assumed(target):
-        arguments, config = whole.resolve(**call)
-    hashes: list[str] = []
-    compiled = ahead.offline.compiled
-    monkeypatch.setattr(
-        ahead.offline, "compiled", lambda *args: hashes.append((kernel := compiled(*args)).hash) or kernel
-    )
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_what_was_compiled_ahead_is_what_a_launch_looks_for(op: str, jit: Jit) -> None:
+    name = EVERY_OP[op].name
+    call = meta_call(EVERY_OP[op], MODELS["glm-5.2"], 8, SM_90)
+    with assumed(SM_90):
+        arguments, config = EVERY_OP[op].resolve(**call)
     for alignment in ahead.ALIGNMENTS:
-        ahead.compile_call(op, arguments, config, target, alignment, here=False)
-    launch.launch(op, arguments, config, jit)  # type: ignore[arg-type]
-    (kernel,) = grids.prepare.device_caches[DEVICE][0].values()
-    assert kernel.hash == hashes[0]
-    assert len(set(hashes)) == 2
+        ahead.compile_call(name, arguments, config, SM_90, alignment, here=False)
+    on_disk = list(jit.asked)
+    assert len(set(on_disk)) == len(launch.plans_of(SM_90, config)) * len(ahead.ALIGNMENTS)
+    jit.asked.clear()
+    launch.launch(name, arguments, config, jit)  # type: ignore[arg-type]
+    assert jit.asked
+    assert set(jit.asked) <= set(on_disk)
 
 
 def test_warming_up_on_the_gpu_itself_leaves_nothing_to_compile(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +151,14 @@ def test_warming_up_on_the_gpu_itself_leaves_nothing_to_compile(jit: Jit, monkey
     monkeypatch.setattr(ahead, "load", loaded.append)
     done = warm_up("glm-5.2", "sm_90", tp=8, ops=["fused_qk_rope_concat_and_cache_mla"], kv_layouts=["fp8"])
     assert done.loaded
-    assert len(done.compiled) == jit.compiled == len(loaded) == 4  # query in bf16 and in fp8
+    assert len(done.compiled) == 4  # query in bf16 and in fp8
+    assert jit.compiled == len(loaded) == 4 * len(plans_of("mla"))
     heads = MODELS["glm-5.2"].local_heads(8)
     for query in (None, FN):
-        call = mla_call(7, heads, layout="fp8", query=query, block_size=64)
-        call |= {name: call[name].long() for name in ("slot_mapping", "positions")}
-        call["kv_cache"] = call["kv_cache"].view(torch.uint8)
-        jit.launch("mla", call)
-        jit.launch("mla", restrided(call, 3))
-    assert jit.compiled == 4
+        for tokens in (counts[0] for counts in plans_of("mla").values()):
+            call = mla_call(tokens, heads, layout="fp8", query=query, block_size=64)
+            call |= {name: call[name].long() for name in ("slot_mapping", "positions")}
+            call["kv_cache"] = call["kv_cache"].view(torch.uint8)
+            jit.launch("mla", call)
+            jit.launch("mla", restrided(call, 3))
+    assert jit.compiled == len(loaded)

@@ -19,17 +19,16 @@ import torch
 from dsafuse.check import assembly
 from dsafuse.check.cases import ROLES
 from dsafuse.dispatch import PROVIDERS
-from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
+from dsafuse.layouts import INDEX_DIM, QUERY_DIM
 from dsafuse.models import MODELS
-from dsafuse.ops.resolve import SHARED
 from dsafuse.registry import OPS, Op
 from dsafuse.target import Target
+from dsafuse.warming import meta_call
 
 TARGETS = ("gfx942", "gfx950", "sm_90", "sm_100")
 HEADS = ((128, 64), (16, 32))
 """(attention heads, indexer heads): DeepSeek-V3.2 whole, and GLM-5.2 on four GPUs."""
 
-TOKENS, BLOCKS, BLOCK_SIZE, MAX_POSITION = 32, 64, 64, 4096
 _MODELS = {shape.index_heads: shape for shape in MODELS.values()}
 
 
@@ -171,65 +170,17 @@ def _names(launches: Sequence[Any]) -> list[str]:
 
 
 def arguments_of(op: Op[..., Any], variant: Variant, heads: tuple[int, int], target: Target) -> dict[str, Any]:
-    """A call as an engine makes it, on the meta device: the absorbed query transposed, the latents slices."""
-    fp8 = torch.float8_e4m3fnuz if target.fp8 == {torch.float8_e4m3fnuz} else torch.float8_e4m3fn
-    bf16, shape = torch.bfloat16, _MODELS[heads[1]]
-
-    def empty(*size: int, dtype: torch.dtype = bf16) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    width = MLA_LAYOUTS[variant.layout].row_bytes()
-    plain = variant.layout == "plain"
-    latents = empty(TOKENS, shape.q_lora_rank + QUERY_DIM)
-    projected = empty(TOKENS, INDEX_DIM + heads[1])
-    slots, table = empty(TOKENS, dtype=torch.int64), empty(MAX_POSITION, ROPE_DIM, dtype=torch.float32)
-    one = empty(1, dtype=torch.float32)
-    values: dict[str, Any] = {
-        "q_nope": empty(heads[0], TOKENS, LATENT_DIM).transpose(0, 1),
-        "q_pe": empty(TOKENS, heads[0], ROPE_DIM + shape.qk_nope_head_dim)[..., shape.qk_nope_head_dim :],
-        "q_c": latents[:, : shape.q_lora_rank],
-        "kv_c": latents[:, shape.q_lora_rank :][:, :LATENT_DIM],
-        "k_pe": latents[:, shape.q_lora_rank + LATENT_DIM :],
-        "kv_cache": empty(BLOCKS, BLOCK_SIZE, QUERY_DIM if plain else width, dtype=bf16 if plain else torch.uint8),
-        "slot_mapping": slots,
-        "positions": slots,
-        "cos_sin_cache": table,
-        "q_scale": one,
-        "k_scale": one,
-        "q_dtype": fp8 if variant.query_fp8 else bf16,
-        "q_norm_weight": empty(shape.q_lora_rank),
-        "q_norm_eps": 1e-6,
-        "kv_norm_weight": empty(LATENT_DIM),
-        "kv_norm_eps": 1e-6,
-        "topk_indices": _far(TOKENS, shape.index_topk),
-        "fp8_dtype": fp8,
-    }
-    if variant.indexer:
-        row = INDEXER_LAYOUTS[variant.index_layout].row_bytes()
-        values |= {
-            "index_q": empty(TOKENS, heads[1], INDEX_DIM),
-            "index_k": projected[:, :INDEX_DIM],
-            "index_weights": projected[:, INDEX_DIM:],
-            "index_kv_cache": empty(BLOCKS, BLOCK_SIZE, row, dtype=torch.uint8),
-            "index_slot_mapping": slots,
-            "index_norm_weight": empty(INDEX_DIM, dtype=torch.float32),
-            "index_norm_bias": empty(INDEX_DIM, dtype=torch.float32),
-            "index_cos_sin_cache": table,
-            "index_weights_scale": INDEX_DIM**-0.5 * heads[1] ** -0.5,
-            "index_kv_layout": variant.index_layout,
-            "index_rope_style": shape.index_rope_style.value,
-        }
-    lone = not _has_mla(op.name)
-    names = {
-        name: f"index_{name}" if lone and name not in SHARED else name for name in inspect.signature(op).parameters
-    }
-    return {name: values[known] for name, known in names.items() if known in values}
-
-
-def _far(rows: int, columns: int) -> torch.Tensor:
-    """An int32 output [rows, columns] away from address 0, where all other tensors of the meta device lie."""
-    distance = 1 << 40
-    return torch.empty(distance + rows * columns, dtype=torch.int32, device="meta")[distance:].view(rows, columns)
+    """A call as an engine makes it, on the meta device."""
+    return meta_call(
+        op,
+        _MODELS[heads[1]],
+        heads[0],
+        target,
+        kv_layout=variant.layout,
+        query="fp8" if variant.query_fp8 else "activation",
+        index_kv_layout=variant.index_layout,
+        layer="indexed" if variant.indexer else "unindexed",
+    )
 
 
 def _report(kernel: Kernel, name: str, launch: Any, compiled: Any, target: Target) -> Report:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 from dsafuse.kernels import grids, offline
 from dsafuse.kernels.launch import VECTOR_BYTES
@@ -27,14 +30,31 @@ def compile_call(
 ) -> None:
     """Compile what a resolved call on the meta device would launch on a target, for rows so aligned.
 
-    With `here`, through Triton's own launch, which then has it; else into Triton's cache on disk.
+    It goes through Triton's own launch, so that what it keeps, in memory with `here` and on disk in any case, is what
+    a launch looks for.
     """
     for recorded in offline.fused_launches(op, arguments, config, target):
-        wanted = replace(recorded, parameters={**recorded.parameters, "ALIGN": row_alignment})
+        parameters = {**recorded.parameters, "ALIGN": row_alignment}
+        with nullcontext() if here else standing_in(target):
+            compiled = grids.prepare.warmup(**parameters, grid=(recorded.programs,), **recorded.options)
         if here:
-            load(grids.prepare.warmup(**wanted.parameters, grid=(wanted.programs,), **wanted.options))
-        else:
-            offline.compiled(wanted, target)
+            load(compiled)
+
+
+@contextmanager
+def standing_in(target: Target) -> Iterator[None]:
+    """In this block Triton compiles for a target that is not here. No thread may launch anything meanwhile."""
+    stand_in = SimpleNamespace(
+        get_current_device=lambda: target.arch,  # what Triton keeps its kernels under
+        get_current_stream=lambda _device: 0,
+        get_current_target=lambda: offline.gpu_of(target),
+    )
+    before = driver._active
+    driver.set_active(stand_in)
+    try:
+        yield
+    finally:
+        driver.set_active(before)
 
 
 def load(compiled: Any) -> None:

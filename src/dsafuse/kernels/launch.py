@@ -51,46 +51,65 @@ class LaunchPlan:
     group: int
     """Tokens whose programs stand together in the grid; 0: role after role, over all tokens."""
     threads: int
-    latent_threads: int
-    """Where attention heads and latent rows without a norm are all that there is."""
 
 
 ANY = sys.maxsize
 
-# Each plan serves up to so many tokens. Measured on an H200 (docs/performance.md): a program has to move 6 KB or more,
-# since the GPU starts one in 1.2 ns, and 2 warps leave each thread 16-byte loads. Few tokens: a row of its own for each
-# program is the shortest chain, all indexer keys first, since theirs is the longest, and 4 warps take heads of
-# attention alone 4 to 7 % faster. Many: two rows halve the programs of prepare_latents, and groups of four tokens keep
-# what is read and written at a time near each other.
-_FEW = LaunchPlan(
+_ONE = LaunchPlan(
     block_heads=4,
     rope_block_heads=32,
     index_block_heads=16,
     index_rows=4,
     latent_rows=1,
     norm_rows=1,
-    group=0,
+    group=4,
     threads=64,
-    latent_threads=128,
 )
-PLANS: dict[str, tuple[tuple[int, LaunchPlan], ...]] = {
-    "nvidia": ((256, _FEW), (ANY, replace(_FEW, latent_rows=2, norm_rows=2, group=4, latent_threads=64))),
-    # Not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
-    # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128
-    # threads indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64
-    # rotary dims.
-    "amd": ((ANY, replace(_FEW, block_heads=8, group=4, latent_threads=64)),),
-    # Interpreted programs cost by the program, not by the element. Two cuts, so that what is proven here is both.
-    "cpu": (
-        (2, replace(_FEW, block_heads=16, threads=32, latent_threads=32)),
-        (ANY, replace(_FEW, block_heads=16, latent_rows=4, norm_rows=2, group=4, threads=32, latent_threads=32)),
+_AMD = replace(_ONE, block_heads=8)
+_CPU = replace(_ONE, block_heads=16, threads=32)
+
+Plans = tuple[tuple[int, LaunchPlan], ...]
+"""Each serves up to so many tokens."""
+
+# By vendor, and by the heads that an op has: none (prepare_latents), attention's alone, or the indexer's, too.
+#
+# nvidia: measured on an H200 (docs/performance.md). A program has to move 6 KB or more, since the GPU starts one in
+# 1.2 ns, and 2 warps leave each thread 16-byte loads. Few tokens are fastest role after role, the longest chain, that
+# of the indexer keys, first; then the tokens' programs stand together. More rows to a program pay where the start of
+# programs is what takes the time: 10 % and more for prepare_latents at 512 and 1,024 tokens.
+#
+# amd: not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
+# 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128 threads
+# indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64 rotary dims.
+#
+# cpu: interpreted programs cost by the program, not by the element. Two plans, so that what is proven here is both.
+PLANS: dict[str, dict[str, Plans]] = {
+    "nvidia": {
+        "none": (
+            (256, replace(_ONE, group=0)),
+            (512, replace(_ONE, latent_rows=2, norm_rows=2)),
+            (1024, replace(_ONE, group=0, index_rows=8, latent_rows=4, norm_rows=2, threads=128)),
+            (ANY, _ONE),
+        ),
+        "attention": ((256, replace(_ONE, group=0, threads=128)), (ANY, replace(_ONE, latent_rows=2))),
+        "indexer": ((256, replace(_ONE, group=0)), (ANY, replace(_ONE, latent_rows=2))),
+    },
+    "amd": dict.fromkeys(("none", "attention", "indexer"), ((ANY, _AMD),)),
+    "cpu": dict.fromkeys(
+        ("none", "attention", "indexer"),
+        ((2, replace(_CPU, group=0)), (ANY, replace(_CPU, latent_rows=4, norm_rows=2))),
     ),
 }
 
 
-def plan_of(target: Target, tokens: int) -> LaunchPlan:
-    """The plan of a target for a number of tokens."""
-    return next(plan for most, plan in PLANS[target.vendor] if tokens <= most)
+def plans_of(target: Target, config: Config) -> Plans:
+    """The plans of a target for what a call has to do."""
+    return PLANS[target.vendor]["indexer" if config.index_q else "attention" if config.latent_q else "none"]
+
+
+def plan_for(plans: Plans, tokens: int) -> LaunchPlan:
+    """The plan that serves so many tokens."""
+    return next(plan for most, plan in plans if tokens <= most)
 
 
 def why_not(config: OpConfig, target: Target) -> str | None:
@@ -120,13 +139,13 @@ def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType, pla
     if not len(positions):
         return
     target = Target.of(positions.device)
-    plan = plan or plan_of(target, len(positions))
+    plan = plan or plan_for(plans_of(target, config), len(positions))
     with on_device_of(positions):
         grids.prepare[grid_of(arguments, config, plan)](
             *runtime_arguments(op, arguments, config),
             **constants_of(config, target, plan),
             **alignments(op, arguments, config),
-            **launch_options(target, threads_of(config, plan)),
+            **launch_options(target, plan.threads),
         )
 
 
@@ -150,12 +169,11 @@ def again(op: str, arguments: Arguments, config: Config, places: dict[str, int])
         return lambda _: True
     device, target = positions.device, Target.of(positions.device)
     runtime = runtime_arguments(op, arguments, config)
-    plan = plan_of(target, len(positions))
+    plan = plan_for(plans_of(target, config), len(positions))
     constants = {**constants_of(config, target, plan), **alignments(op, arguments, config)}
     programs = grid_of(arguments, config, plan)[0]
-    compiled = grids.prepare.warmup(
-        *runtime, grid=(programs,), **constants, **launch_options(target, threads_of(config, plan))
-    )
+    options = launch_options(target, plan.threads)
+    compiled = grids.prepare.warmup(*runtime, grid=(programs,), **constants, **options)
     tensors = {name: arguments[name] for name in places if arguments[name] is not None}
     place_of = {id(tensor): places[name] for name, tensor in tensors.items()}
     values = {**dict(zip(grids.prepare.arg_names, runtime)), **constants}
@@ -360,11 +378,6 @@ def block_of(role: LatentQ | IndexQ, plan: LaunchPlan) -> int:
     if isinstance(role, IndexQ):
         return head_block(plan.index_block_heads, role.heads)
     return head_block(plan.block_heads if role.nope else plan.rope_block_heads, role.heads)
-
-
-def threads_of(config: Config, plan: LaunchPlan) -> int:
-    """Threads of a program."""
-    return plan.threads if config.norm_q or config.index_q or config.index_k else plan.latent_threads
 
 
 def head_block(most: int, heads: int) -> int:

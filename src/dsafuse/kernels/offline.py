@@ -63,7 +63,8 @@ class _Recorded:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def keep(*args: Any, **kwargs: Any) -> None:
             known = {p.name for p in self._kernel.params}
-            options = {name: kwargs.pop(name) for name in kwargs.keys() - known}
+            # In order: it is part of the key under which Triton's launch keeps a kernel.
+            options = {name: kwargs.pop(name) for name in [*kwargs] if name not in known}
             bound = inspect.signature(self._kernel.fn).bind(*args, **kwargs).arguments
             self._launches.append(Launch(self._name, self._kernel, grid[0], dict(bound), options))
 
@@ -76,7 +77,7 @@ def fused_launches(op: str, arguments: Arguments, config: Config, target: Target
     All but the last, for the most tokens, carry in their names how many tokens they serve.
     """
     recorder = Recorder(grids)
-    plans = launch.PLANS[target.vendor]
+    plans = launch.plans_of(target, config)
     with assumed(target):
         for _, plan in plans:
             launch.launch(op, arguments, config, recorder, plan)  # type: ignore[arg-type]
@@ -108,7 +109,7 @@ def compiled(recorded: Launch, target: Target) -> Any:
         for p in recorded.kernel.params
     }
     source = ASTSource(fn=recorded.kernel, signature=signature, constexprs=constants)
-    return compile_kernel(source, target=_gpu(target), options=recorded.options)
+    return compile_kernel(source, target=gpu_of(target), options=recorded.options)
 
 
 def _type(value: Any, parameter: Any) -> str:
@@ -118,7 +119,8 @@ def _type(value: Any, parameter: Any) -> str:
     return annotated
 
 
-def _gpu(target: Target) -> GPUTarget:
+def gpu_of(target: Target) -> GPUTarget:
+    """The target as Triton names it."""
     if target.vendor == "nvidia":
         return GPUTarget("cuda", int(target.arch.removeprefix("sm_")), target.warp_size)
     return GPUTarget("hip", target.arch, target.warp_size)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from dsafuse.kernels import chain
-from dsafuse.kernels.launch import alignment, format_constants, head_block, launch_options, on_device_of, plan_of
+from dsafuse.kernels.launch import (
+    PLANS,
+    LaunchPlan,
+    alignment,
+    format_constants,
+    head_block,
+    launch_options,
+    on_device_of,
+)
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import RopeStyle, Rounding, ScaleRule
 from dsafuse.ops.config import Config
@@ -18,12 +26,17 @@ FOLD_BLOCK = 1024
 
 def _options(tensor: torch.Tensor) -> dict[str, Any]:
     target = Target.of(tensor.device)
-    return {**launch_options(target, plan_of(target, len(tensor)).threads), "PDL": target.dependent_launch}
+    return {**launch_options(target, _plan(target).threads), "PDL": target.dependent_launch}
+
+
+def _plan(target: Target) -> LaunchPlan:
+    """The chain's steps have one cut for any number of tokens: that of many."""
+    return PLANS[target.vendor]["indexer"][-1][1]
 
 
 def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, Any]]:
     """Programs for each token, and the constants that cut heads as the fused kernel does."""
-    block = head_block(getattr(plan_of(Target.of(tensor.device), len(tensor)), role), heads)
+    block = head_block(getattr(_plan(Target.of(tensor.device)), role), heads)
     return -(-heads // block), {"HEADS": heads, "BLOCK_HEADS": block}
 
 

@@ -104,6 +104,15 @@ def _register(op_name: str, op_func: Callable[..., Any], mutates_args: list[str]
     _LIBRARIES.append(library)
 
 
+def pack_ue8m0_x4(scale: Any) -> Any:
+    """0.33 packs scales on sm_100 alone; elsewhere the name has to be there."""
+    return scale
+
+
+def _is_quantized(kind: str) -> bool:
+    return kind.startswith(("fp8", "nvfp4"))
+
+
 def _stand_ins() -> dict[str, ModuleType]:
     import triton
     import triton.language as tl
@@ -114,10 +123,13 @@ def _stand_ins() -> dict[str, ModuleType]:
         "vllm.triton_utils": {"triton": triton, "tl": tl, "HAS_TRITON": True},
         "vllm.utils": {},
         "vllm.utils.import_utils": {"has_cutedsl": lambda: False},
-        "vllm.utils.torch_utils": {
-            "is_quantized_kv_cache": lambda kind: kind.startswith(("fp8", "nvfp4")),
-            "direct_register_custom_op": _register,
-        },
+        "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized, "direct_register_custom_op": _register},
+        "vllm.utils.deep_gemm": {"mqa_logits_use_mx_scales": lambda: False},
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.ops": {},
+        "vllm.v1.attention.ops.common": {"pack_ue8m0_x4": triton.jit(pack_ue8m0_x4)},
+        "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": _is_quantized},
     }
     modules = {}
     for name, values in names.items():

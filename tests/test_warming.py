@@ -1,0 +1,115 @@
+"""What `warm_up` compiles, leaves out and refuses. That it is what launches look for: kernels/test_variants.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dsafuse import warm_up
+from dsafuse.kernels import ahead
+from dsafuse.models import MODELS
+from dsafuse.registry import OPS
+from dsafuse.target import Target
+from dsafuse.warming import Compiled
+
+MLA, INDEXER = "fused_qk_rope_concat_and_cache_mla", "indexer_qk_rope_quant_and_cache"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What would be compiled, without compiling it."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        ahead, "compile_call", lambda op, _, config, target, row, *, here: found.append((op, config, row, here))
+    )
+    return found
+
+
+def test_every_op_is_compiled_for_every_cache_and_query_that_a_target_has(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up("deepseek-v3.2", "sm_90", tp=8)
+    assert {each.op for each in done.compiled} == OPS.keys()
+    assert [(each.op, each.config, each.row_alignment, False) for each in done.compiled] == asked
+    assert (done.target, done.loaded, done.left_out) == ("sm_90", False, ())
+    assert len(set(done.compiled)) == len(done.compiled)
+    mla = {(each.config.latent_kv.layout, each.config.latent_q.query) for each in done.compiled if each.op == MLA}
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    assert mla == {("plain", bf16), ("fp8", bf16), ("fp8", fp8), ("fp8_ds_mla", bf16)}
+    for each in done.compiled:
+        assert replace(each, row_alignment=17 - each.row_alignment) in done.compiled
+        if each.config.latent_q:
+            assert each.config.latent_q.heads == 16
+        if each.config.index_q:
+            assert (each.config.index_q.heads, each.config.index_q.rope_style) == (64, "neox")
+
+
+def test_what_is_asked_for_is_all_that_is_compiled(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up(
+        replace(MODELS["glm-5.2"], heads=24),
+        Target.named("gfx942"),
+        ops=["prepare_qk"],
+        tp=2,
+        activation=torch.float16,
+        kv_layouts=["fp8"],
+        queries=["fp8"],
+        index_kv_layouts=["tiled16"],
+        layers=["indexed", "unindexed"],
+        block_size=32,
+        rounding="fp32",
+    )
+    configs = list(dict.fromkeys(each.config for each in done.compiled))
+    assert done.compiled == tuple(Compiled("prepare_qk", config, row) for config in configs for row in (16, 1))
+    first, second = configs
+    assert (first.latent_q, first.latent_kv) == (second.latent_q, second.latent_kv)
+    assert (first.activation, first.fp8, first.rounding) == (torch.float16, torch.float8_e4m3fnuz, "fp32")
+    assert (first.latent_q.heads, first.latent_q.query) == (12, torch.float8_e4m3fnuz)
+    assert (first.latent_kv.layout, first.latent_kv.block_size) == ("fp8", 32)
+    assert (first.index_k.layout, first.index_k.block_size, first.index_q.heads) == ("tiled16", 32, 32)
+    assert (second.index_q, second.index_k) == (None, None)
+
+
+def test_what_can_not_be_compiled_is_left_out_and_says_why(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up("glm-5.2", "sm_80", ops=[INDEXER, MLA])
+    assert {each.config.latent_kv.layout for each in done.compiled} == {"plain"}
+    assert set(done.left_out) == {f"{op}: sm_80 has no conversion to torch.float8_e4m3fn" for op in (INDEXER, MLA)}
+    done = warm_up("glm-5.2", "gfx950", ops=[INDEXER], index_kv_layouts=["tiled16"], block_size=8)
+    assert done.compiled == ()
+    assert "expected a block_size that is a multiple of 16" in done.left_out[0]
+
+
+def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(ahead, "compile_call", lambda _op, arguments, *_, **__: seen.update(arguments))
+    dtypes = {"positions": torch.int32, "index_weights": torch.float32, "index_cos_sin_cache": torch.bfloat16}
+    warm_up("glm-5.2", "sm_90", ops=[INDEXER], dtypes=dtypes)
+    assert (seen["positions"].dtype, seen["slot_mapping"].dtype) == (torch.int32, torch.int64)
+    assert (seen["weights"].dtype, seen["cos_sin_cache"].dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": "llama"}, ValueError, "model: got 'llama', expected one of deepseek-v3.2, glm-5.2"),
+        ({"target": "sm_42"}, ValueError, "target: got 'sm_42', expected one of"),
+        ({"target": "cpu"}, ValueError, "target: got 'cpu', expected a GPU"),
+        ({"ops": ["rope"]}, ValueError, "ops: got 'rope', expected one of"),
+        ({"ops": "prepare_qk"}, TypeError, r"ops: got a str, expected several names, as \['prepare_qk'\]"),
+        ({"tp": 3}, ValueError, "tp: got 3, expected a divisor of 64 heads"),
+        ({"activation": torch.float64}, ValueError, "activation: got torch.float64, expected one of"),
+        ({"kv_layouts": ["flat"]}, ValueError, "kv_layouts: got 'flat', expected one of"),
+        ({"queries": ["bf16"]}, ValueError, "queries: got 'bf16', expected one of activation, fp8"),
+        ({"index_kv_layouts": ["plain"]}, ValueError, "index_kv_layouts: got 'plain', expected one of"),
+        ({"layers": ["dense"]}, ValueError, "layers: got 'dense', expected one of indexed, unindexed"),
+        ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
+        ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
+        ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    arguments: dict[str, Any], error: type[Exception], match: str, asked: list[tuple[Any, ...]]
+) -> None:
+    with pytest.raises(error, match=f"^{match}"):
+        warm_up(**{"model": "glm-5.2", "target": "sm_90"} | arguments)
+    assert not asked
