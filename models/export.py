@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from models.network import Network
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsafuse.accuracy import tokenizer
+from models.network import Network
 
 
 def stored(network: Network) -> dict[str, Tensor]:

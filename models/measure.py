@@ -7,11 +7,11 @@ prompt and the right tokens before it. So one forward pass over prompt and answe
 from __future__ import annotations
 
 import torch
-from models.network import Network, Request
 from torch import Tensor
 
 from dsafuse.accuracy.tasks import TASKS
 from dsafuse.accuracy.tokenizer import EOS, IDS, encode
+from models.network import Network, Request
 
 SEED = 20_261_129
 

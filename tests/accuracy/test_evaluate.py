@@ -188,6 +188,20 @@ def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_vllm
+def test_in_16_bit_an_arm_is_as_near_to_transformers_as_transformers_to_itself(
+    seeded: dict[str, Path], tmp_path: Path
+) -> None:
+    """Answers may differ there; log-probabilities of covered positions may not, by more than the bound."""
+    out = tmp_path / "eval.json"
+    options = ["--quick", "--oracle", "--dtype", "bfloat16", "--kv-cache-dtype", "auto", "--out", str(out)]
+    done = run_cli(seeded["deepseek-v3.2"], *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for each in json.loads(out.read_text())["oracle"]:
+        assert each["dtype"] == "bfloat16"
+        assert 0 < each["covered"]["mean"] <= each["bound"]["mean"]
+
+
+@needs_vllm
 @pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
 def test_both_arms_in_vllm_answer_the_same_and_as_transformers(
     seeded: dict[str, Path], tmp_path: Path, family: str

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from dsafuse.accuracy import tokenizer
 from dsafuse.accuracy.tasks import ANSWER_TOKENS, TASKS, Problem, held_out, score
@@ -80,8 +79,9 @@ def test_an_answer_is_right_as_a_whole_or_wrong(text: str, right: bool) -> None:
 
 
 def test_the_tokenizer_file_does_what_the_python_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="not installed (requirements/vllm-cpu.txt)")
     tokenizer.write(tmp_path, 4096)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(loaded) == len(tokenizer.VOCABULARY)
     texts = [problem.prompt for task in TASKS.values() for problem in task(0, 5, 200)]
     for text in [*texts, "", "bam 12", "? zzz\n", "ünknown  bam"]:

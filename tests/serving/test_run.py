@@ -97,6 +97,15 @@ def test_arms_that_are_not_what_they_claim_are_not_measured(
     assert alive(pids) == []
 
 
+def test_caches_that_are_too_small_are_not_measured(plan: Plan, fake: Fake) -> None:
+    fused = "dsafuse: DSA layer: mla: fused [first: l.0]"
+    fake(plans={"off": ["GPU KV cache size: 1,047 tokens"], "auto": [fused, "GPU KV cache size: 1,048 tokens"]})
+    with pytest.raises(Unusable, match=r"plugin off has caches for 1047 tokens, and the largest load is 1048"):
+        take(changed(plan, cells=cells([254], [8], [1, 4])))
+    fake(plans={"off": ["GPU KV cache size: 1,048 tokens"], "auto": [fused]})
+    assert take(changed(plan, cells=cells([254], [8], [1, 4]))).ended == "complete"
+
+
 def test_failed_requests_are_no_result(plan: Plan, fake: Fake) -> None:
     fake(fail_requests=1)
     with pytest.raises(Unusable, match=r"16/8 at 1, repeat 1, off: completed, failed, output tokens: got \(2, 1, 16\)"):

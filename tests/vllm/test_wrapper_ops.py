@@ -117,17 +117,14 @@ class Case:
         self.index_q_out = torch.full((TOKENS, INDEX_HEADS, 128), 1.0).to(FP8)
         self.weights_out = torch.full((TOKENS, INDEX_HEADS), POISON)
         self.wrapper = wrapper
+        self.index_layer = SimpleNamespace(dsafuse=made)
         monkeypatch.setattr(wrapper, "get_attention_context", self._context)
-        forward = SimpleNamespace(
-            no_compile_layers={INDEXER: SimpleNamespace(kv_cache=self.index_cache, dsafuse=made)},
-            slot_mapping={INDEXER: self.index_slots},
-        )
-        self.forward_context = forward
-        monkeypatch.setattr(wrapper, "get_forward_context", lambda: self.forward_context)
 
     def _context(self, name: str) -> Any:
         if name == INDEXER:
-            return self.metadata, None, self.index_cache, self.index_slots
+            # vLLM's indexer takes its slots from its metadata, not from the forward context.
+            metadata = None if self.metadata is None else SimpleNamespace(slot_mapping=self.index_slots)
+            return metadata, self.index_layer, self.index_cache, None
         return self.metadata, self.layer, self.cache, self.slots
 
     def qk_prepare(self) -> None:
@@ -184,8 +181,7 @@ def decode(tokens: int = ACTUAL) -> Any:
 def test_a_profiling_run_gives_zeros_and_calls_nothing(monkeypatch: pytest.MonkeyPatch, way: str, cached: bool) -> None:
     case = Case(monkeypatch, None if cached else decode(TOKENS))
     if not cached:
-        case.cache = torch.tensor([])
-    case.forward_context.no_compile_layers[INDEXER].kv_cache = torch.tensor([])
+        case.cache = case.index_cache = torch.tensor([])
     getattr(case, way)()
     for out in (case.output, case.index_q_out, case.weights_out):
         assert not out.float().any()
@@ -254,7 +250,6 @@ def test_one_launch_gives_the_bytes_of_two(monkeypatch: pytest.MonkeyPatch) -> N
     together, apart = Case(monkeypatch, decode()), Case(monkeypatch, decode())
     for case, way in ((apart, "apart"), (together, "together")):
         monkeypatch.setattr(case.wrapper, "get_attention_context", case._context)
-        monkeypatch.setattr(case.wrapper, "get_forward_context", lambda case=case: case.forward_context)
         getattr(case, way)()
     assert torch.equal(together.impl.queries[0], apart.impl.queries[0])
     for name in ("output", "cache", "index_cache"):
@@ -267,7 +262,6 @@ def test_layers_without_slots_write_nothing_and_still_attend(monkeypatch: pytest
     case = Case(monkeypatch, decode())
     case.slots = case.index_slots = None
     case.together()
-    case.forward_context.slot_mapping = None
     case.apart()
     assert len(case.impl.queries) == 2
     assert (case.cache == POISON).all()

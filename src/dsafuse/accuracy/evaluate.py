@@ -167,13 +167,13 @@ def questions(settings: Settings) -> list[Question]:
 
 
 def default_contexts(model: Model) -> tuple[int, int]:
-    """One context that index_topk covers, and one that is four times as long, as far as model and tasks go."""
+    """One context that index_topk covers, and one of four times index_topk, as far as model and tasks go."""
     longest = min(model.longest - ANSWER_TOKENS, LONGEST_CONTEXT)
     return min(model.index_topk * 3 // 4, longest), min(4 * model.index_topk, longest)
 
 
 def quick_contexts(model: Model) -> tuple[int, int]:
-    """For a CPU: one context that index_topk covers, and one that is longer by half."""
+    """For a CPU: one context that index_topk covers, and one of 1.5 times index_topk."""
     return min(model.index_topk * 3 // 4, LONGEST_CONTEXT), min(model.index_topk * 3 // 2, default_contexts(model)[1])
 
 

@@ -43,8 +43,8 @@ class Bound:
 
 FP32 = Bound(1e-3, 1e-4, "the order of fp32 sums, the absorbed query's among them")
 FP8 = Bound(
-    0.1,
-    5e-3,
+    0.05,
+    3e-3,
     "a value on a rounding boundary of e4m3 may be rounded to its neighbour, 2^-3 away at most, once in a while",
 )
 """In 16 bit nothing so tight holds: see `bound_of`."""

@@ -16,7 +16,7 @@ SHORT, TIMES_TOPK = 40, 1.25
 
 INTERPRET_UP_TO = 128
 SHOWN = 22
-SEED = 2
+SEED = 1
 
 
 def shipped(place: Path = MODELS) -> dict[str, Path]:

@@ -220,7 +220,7 @@ def _take(
         for arm, server in servers.items():
             plans = server.plans()
             record.starts.append(Start(arm, server.command, MODES[arm], server.gpus, server.seconds or 0.0, plans))
-            reason = why_not_an_arm(arm, plans, server.log)
+            reason = why_not_an_arm(arm, plans, server.log) or _why_preempting(plan, server)
             if reason is not None:
                 raise Unusable(reason)
         number = {arm: len(record.starts) - len(servers) + place for place, arm in enumerate(servers)}
@@ -269,6 +269,14 @@ def _wait(
         time.sleep(POLL_SECONDS)
     report("starting the client")
     client.wait(check, min(stop, limit))
+
+
+def _why_preempting(plan: Plan, server: Server) -> str | None:
+    """Why a load would be measured with requests put aside; None if the caches hold the largest."""
+    tokens, needed = server.cache_tokens(), max(cell.concurrency * (cell.isl + cell.osl) for cell in plan.cells)
+    if tokens is None or tokens >= needed:
+        return None
+    return f"{server.name} has caches for {tokens} tokens, and the largest load is {needed}: it would preempt requests"
 
 
 def _hold(turn: Turn, metrics: dict[str, Any], prompts: int) -> None:

