@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dsafuse.check import plot
 from dsafuse.check.records import Row, Run
 from dsafuse.check.targets import check, not_measured, read_targets
+from dsafuse.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "targets.toml"
@@ -134,6 +136,15 @@ def test_each_argument_is_a_heading_of_the_docs():
         if target.argued is not None:
             page, _, heading = target.argued.partition("#")
             assert heading in headings(ROOT / page), f"{target.argued}: no such heading"
+
+
+def test_the_page_of_performance_shows_a_recorded_run():
+    """What `dsafuse bench --read FILE --cold --markdown` prints of the file that the page names."""
+    page = (ROOT / "docs/performance.md").read_text()
+    (shown,) = re.findall(r"<!-- (\S+), cold -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    said = CliRunner().invoke(app, ["bench", "--read", str(ROOT / shown[0]), "--cold", "--markdown"]).stdout
+    assert shown[1].count("| `") == 10
+    assert shown[1] in said
 
 
 def headings(page):

@@ -165,16 +165,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counter
 
 
-PARTS = {"mla": 1 + 2, "indexer": 2, "qk": 1 + 4, "latents": 2, "queries": 4}
-"""Programs of a token with 17 heads of each family: latent rows, and two blocks of heads for each query role."""
+HEAD_BLOCKS = {"mla": 2, "indexer": 2, "qk": 4, "latents": 0, "queries": 4}
+"""Programs of a token's heads, 17 of each family: two blocks for each query role."""
+
+KEY_ROWS = {"mla": (4,), "indexer": (4,), "qk": (4, 4), "latents": (4, 4, 2), "queries": ()}
+"""Tokens of a program of each other role, beyond two tokens: indexer keys, latent rows, q_c rows."""
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_an_op_is_one_launch(op: str, tokens: int, counted: Counted) -> None:
     run(op, "interpreter", call_of(op, tokens, 17))
-    groups = -(-tokens // 4)  # four indexer keys share a program
-    grid = tokens * PARTS[op] if op in ("mla", "queries") else groups * (1 + 4 * PARTS[op])
+    if tokens <= 2:  # role after role; keys of the indexer by four, the other rows alone
+        keys = {"mla": tokens, "indexer": 1, "qk": 1 + tokens, "latents": 1 + 2 * tokens, "queries": 0}[op]
+        grid = keys + tokens * HEAD_BLOCKS[op]
+    else:
+        grid = -(-tokens // 4) * (sum(4 // rows for rows in KEY_ROWS[op]) + 4 * HEAD_BLOCKS[op])
     assert counted.grids == [(grid,)]
 
 

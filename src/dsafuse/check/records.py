@@ -91,7 +91,7 @@ class Run:
         unproven: Sequence[Unproven] = (),
         absent: Mapping[str, str] | None = None,
     ) -> Run:
-        """A run of this process. `commit` is what the caller says where no checkout tells."""
+        """A run of this process. `commit` is what the caller says; else the checkout tells."""
         e = environment()
         return Run(
             gpu=str(e["gpu"]),
@@ -99,8 +99,8 @@ class Run:
             torch=e["torch"],
             triton=e["triton"] or e["pytorch-triton-rocm"],
             dsafuse=e["dsafuse"],
-            commit=e["commit"] or commit,
-            clean=e["clean"],
+            commit=commit or e["commit"],
+            clean=None if commit else e["clean"],
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             copy_gb_per_s=copy_bytes_per_s / 1e9,
             empty_kernel_us=empty_us,

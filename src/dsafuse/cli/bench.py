@@ -43,7 +43,7 @@ def bench(
         Path | None, typer.Option(help="Draw time against tokens into this .png, .pdf or .svg file.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, ops by token counts.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where no checkout tells it.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     json: output.Json = False,
 ) -> None:
     """Time arms in replayed CUDA graphs and eagerly, each after its results at that very shape have been proven."""
