@@ -188,17 +188,14 @@ def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_vllm
-def test_in_16_bit_an_arm_is_as_near_to_transformers_as_transformers_to_itself(
-    seeded: dict[str, Path], tmp_path: Path
-) -> None:
+def test_in_16_bit_an_arm_is_as_near_to_transformers_as_transformers_to_itself(seeded: dict[str, Path]) -> None:
     """Answers may differ there; log-probabilities of covered positions may not, by more than the bound."""
-    out = tmp_path / "eval.json"
-    options = ["--quick", "--oracle", "--dtype", "bfloat16", "--kv-cache-dtype", "auto", "--out", str(out)]
-    done = run_cli(seeded["deepseek-v3.2"], *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for each in json.loads(out.read_text())["oracle"]:
-        assert each["dtype"] == "bfloat16"
-        assert 0 < each["covered"]["mean"] <= each["bound"]["mean"]
+    from dsafuse.accuracy import oracle
+
+    settings = evaluate.settings_for(read(seeded["deepseek-v3.2"]), [Cell("auto")], quick=True)
+    found = oracle.run(replace(settings, dtype="bfloat16"))
+    assert [(each.arm, each.ok) for each in found] == [("un-fused", True), ("fused", True)]
+    assert all(0 < each.covered.mean <= each.bound.mean for each in found)
 
 
 @needs_vllm

@@ -131,7 +131,7 @@ def test_one_refused_kind_of_layer_ends_the_run(plans: list[str], refused: bool)
 
 def test_without_lm_eval_it_says_what_to_install(seeded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'dsafuse[eval]'" in str(harness.why_not_here())
+    assert "pip install 'lm-eval[api]" in str(harness.why_not_here())
 
 
 needs_lm_eval = pytest.mark.skipif(

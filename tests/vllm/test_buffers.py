@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 
 def config(layers: dict[str, Any] | None = None) -> Any:
     return SimpleNamespace(
+        parallel_config=SimpleNamespace(num_ubatches=0),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         compilation_config=SimpleNamespace(static_forward_context={} if layers is None else layers),
     )
@@ -43,7 +44,7 @@ def test_the_memory_goes_with_the_last_layer() -> None:
 
 
 def test_rows_are_zero_at_one_address_and_apart_for_each_micro_batch() -> None:
-    buffer = QueryBuffer(8, 4, torch.bfloat16)
+    buffer = QueryBuffer(8, 4, torch.bfloat16, 2)
     rows = buffer.rows(3, 0, CPU)
     assert rows.shape == (3, 4, 576)
     assert not rows.any()
@@ -53,6 +54,14 @@ def test_rows_are_zero_at_one_address_and_apart_for_each_micro_batch() -> None:
     assert again[:3, :2].all()
     assert not again[:, 2:].any()
     assert not buffer.rows(8, 1, CPU).any()
+
+
+@pytest.mark.parametrize(("micro_batches", "expected"), [(0, 1), (2, 2)])
+def test_vllms_number_of_micro_batches(micro_batches: int, expected: int) -> None:
+    """It is 0 where there is no dual-batch overlap."""
+    engine = config()
+    engine.parallel_config.num_ubatches = micro_batches
+    assert query_buffer(engine, 4, torch.bfloat16).shape == (expected, 8, 4, 576)
 
 
 def test_more_tokens_than_vllm_batches_are_an_error() -> None:

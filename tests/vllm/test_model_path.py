@@ -224,6 +224,13 @@ def test_a_layer_is_planned_said_once_and_kept(said: list[str]) -> None:
     assert ours.queries == {(True, torch.bfloat16, False): True, (False, torch.bfloat16, False): True}
 
 
+def test_explain_says_this_paths_plans_as_it_says_the_others(said: list[str]) -> None:
+    from dsafuse.cli import explain
+
+    made, _ = built(layer())
+    assert [op["op"] for op in explain._planned(made.as_dict())] == ["latents", "queries"]
+
+
 def test_a_layer_that_shares_another_layers_choice(said: list[str]) -> None:
     made, ours = built(layer(indexer=None))
     assert made.kind == "DSA layer with another layer's top-k"

@@ -86,7 +86,7 @@ class Case:
         made = plan.LayerPlan(NAME, "DSA layer", fused, fused, mla, index, together=True)
         self.impl = Impl()
         self.table = torch.randn(32, 64)
-        self.query = QueryBuffer(TOKENS, query_heads, torch.float32)
+        self.query = QueryBuffer(TOKENS, query_heads, torch.float32, 2)
         self.layer = SimpleNamespace(
             dsafuse=wrapper.Layer(made, self.query, self.impl, Rotary(self.table), INDEXER, BLOCK_SIZE),
             num_heads=HEADS,
@@ -188,7 +188,9 @@ def test_a_profiling_run_gives_zeros_and_calls_nothing(monkeypatch: pytest.Monke
     assert not case.impl.queries
     assert (case.index_cache == 7).all()
     assert not any(sum(calls.values()) for calls in counters.CALLS.values())
-    assert bool(case.query._made) == (not cached)  # its memory is taken before there are caches, where vLLM measures
+    assert (case.query._made is not None) == (
+        not cached
+    )  # its memory is taken before there are caches, where vLLM measures
 
 
 def test_a_profiling_run_rehearses_every_launch_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import torch
 from dsafuse.accuracy.model import Model
 from dsafuse.accuracy.paired import SIGNIFICANT, Paired, paired
 from dsafuse.accuracy.tasks import ANSWER_TOKENS, TASKS, Problem, score
+from dsafuse.check.environment import environment
 from dsafuse.vllm.arms import FUSED, UNFUSED, Arm, ArmResult, Report, not_fused, serve
 
 BLOCK_TOKENS = 64
@@ -149,6 +150,7 @@ class Evaluation:
             "cells": [cell.record() for cell in self.cells],
             "problems": self.problems,
             "seconds": self.seconds,
+            "environment": environment(),
         }
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from dsafuse.accuracy.evaluate import MODES, Cell
 from dsafuse.accuracy.model import Model
 from dsafuse.accuracy.paired import SIGNIFICANT, Paired, paired
+from dsafuse.check.environment import environment
 from dsafuse.serving.grid import OFF, ON
 from dsafuse.serving.process import Process, end_all
 from dsafuse.serving.server import Server, free_ports, vllm_command, why_not_an_arm
@@ -84,7 +85,7 @@ class Compared:
 def why_not_here() -> str | None:
     """Why lm-eval can't be asked in this environment, or None."""
     if importlib.util.find_spec("lm_eval") is None:
-        return "lm-eval is not installed here; `pip install 'dsafuse[eval]'` does it"
+        return "lm-eval is not installed here; `pip install 'lm-eval[api]>=0.4.11'` does it (the extra `eval`)"
     return None
 
 
@@ -215,4 +216,5 @@ def record(request: Request, compared: Sequence[Compared], problems: Sequence[st
         "serve": list(request.serve),
         "lm_eval": [each.record() for each in compared],
         "problems": list(problems),
+        "environment": environment(),
     }

@@ -11,7 +11,7 @@ from dsafuse.vllm.demo import Asked, Questions
 MODELS = Path(__file__).parents[3] / "models"
 """In a clone; an installed package has none."""
 
-SHORT, TIMES_TOPK = 40, 1.25
+SHORT, TIMES_TOPK = 28, 1.25
 """Tokens of a question whose prefill is interpreted, and of one in which the indexer has to choose, in index_topk."""
 
 INTERPRET_UP_TO = 128

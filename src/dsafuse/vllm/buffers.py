@@ -9,31 +9,30 @@ WIDTH = 576  # 512 latent, 64 rotary
 
 
 class QueryBuffer:
-    """[tokens, heads, 576], zeroed when it is made and at one address ever after, for CUDA graphs.
+    """[tokens, heads, 576] for each micro-batch, zeroed when it is made and at one address ever after, for CUDA graphs.
 
     heads may be more than a layer has, for kernels that want 64 or 128: nobody writes these rows, so they stay zero.
     The memory is taken at the first call, which in vLLM is the profiling run: so vLLM counts it before it sizes its
     caches, and it lies outside the pool that sleeping frees. tokens is vLLM's max_num_batched_tokens.
     """
 
-    def __init__(self, tokens: int, heads: int, dtype: torch.dtype) -> None:
-        self.shape = (tokens, heads, WIDTH)
+    def __init__(self, tokens: int, heads: int, dtype: torch.dtype, micro_batches: int = 1) -> None:
+        self.shape = (micro_batches, tokens, heads, WIDTH)
         self.dtype = dtype
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: torch.Tensor | None = None
 
     def rows(self, tokens: int, micro_batch: int, device: torch.device) -> torch.Tensor:
         """[tokens, heads, 576]: the first rows of a micro-batch's buffer."""
-        made = self._made.get(micro_batch)
-        if made is None:
+        if self._made is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "dsafuse: a CUDA graph is captured before any call without one: the query buffer's zeros would "
                     "be replayed; run the model once before capture, as vLLM's warm-up does"
                 )
-            made = self._made[micro_batch] = torch.zeros(self.shape, dtype=self.dtype, device=device)
-        if tokens > self.shape[0]:
-            raise ValueError(f"dsafuse: tokens must be at most max_num_batched_tokens {self.shape[0]}, got {tokens}")
-        return made[:tokens]
+            self._made = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        if tokens > self.shape[1]:
+            raise ValueError(f"dsafuse: tokens must be at most max_num_batched_tokens {self.shape[1]}, got {tokens}")
+        return self._made[micro_batch, :tokens]
 
 
 _SHARED: "WeakValueDictionary[tuple[int, int, int, torch.dtype], QueryBuffer]" = WeakValueDictionary()
@@ -49,5 +48,5 @@ def query_buffer(config: Any, heads: int, dtype: torch.dtype) -> QueryBuffer:
     key = (id(config.compilation_config.static_forward_context), tokens, heads, dtype)
     made = _SHARED.get(key)
     if made is None:
-        made = _SHARED[key] = QueryBuffer(tokens, heads, dtype)
+        made = _SHARED[key] = QueryBuffer(tokens, heads, dtype, max(1, config.parallel_config.num_ubatches))
     return made

@@ -35,8 +35,8 @@ TESTED = (
     # What stands between the two functions is vLLM's own, so that none of these needs a GPU to be right; docs/vllm.md.
     Tested("0.32", "cuda", "model", "its model code on the CPU build; its two functions against ours on one H200"),
     Tested("0.32", "rocm", "model", "its model code on the CPU build; no AMD GPU"),
-    Tested("0.33", "cuda", "model", "its two functions against ours on one H200; the rest was read"),
-    Tested("0.33", "rocm", "model", "read; no AMD GPU"),
+    Tested("0.33", "cuda", "model", "its model code on 0.32's CPU extension; its two functions on one H200"),
+    Tested("0.33", "rocm", "model", "its model code on 0.32's CPU extension; no AMD GPU"),
 )
 
 
