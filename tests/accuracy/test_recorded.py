@@ -1,4 +1,4 @@
-"""Recorded evaluations: each passed, is precise enough to speak, and the README has its figures."""
+"""Recorded evaluations: each passed, is precise enough to speak, and docs/accuracy.md has its figures."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_a_recorded_run_passed_and_is_precise(path: Path) -> None:
 
 
 @recorded
-def test_the_readme_has_the_recorded_table() -> None:
+def test_the_docs_have_the_recorded_table() -> None:
     runs = [json.loads(path.read_text()) for path in RECORDED]
     rows = report.summary([run for run in runs if run["cells"]]).splitlines()[2:]
-    readme = (ROOT / "README.md").read_text()
-    assert [row for row in rows if row not in readme] == []
+    text = (ROOT / "docs" / "accuracy.md").read_text()
+    assert [row for row in rows if row not in text] == []
 
 
 def test_a_summary_has_a_row_for_every_cell() -> None:

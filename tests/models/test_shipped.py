@@ -49,9 +49,8 @@ def test_a_checkpoint_answers(family: str) -> None:
 
 
 def test_the_readme_says_what_was_recorded() -> None:
-    lines = re.findall(
-        r"^\| (recall|arithmetic) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", (MODELS / "README.md").read_text(), re.M
-    )
+    readme = (MODELS / "README.md").read_text()
+    lines = re.findall(r"^\| (recall|arithmetic) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.M)
     assert {(task, context) for task, context, *_ in lines} == {
         tuple(name.split()[:2]) for family in FAMILIES for name in recorded(family)["accuracy"]
     }

@@ -91,7 +91,7 @@ _SUMMARY = ("model", "cache", "MTP", *_ACCURACY[2:6], "answers differ", "tokens 
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One Markdown row for each cell of several runs: the README's table."""
+    """One Markdown row for each cell of several runs: the table of docs/accuracy.md."""
     rows = [
         [record["model"], *_which(cell), *_paired(cell)[:4], str(cell["differing"]), _acceptance(cell)]
         for record in records
