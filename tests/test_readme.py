@@ -7,6 +7,9 @@ import re
 import tomllib
 from pathlib import Path
 
+from dsafuse.check.records import Run
+from dsafuse.check.targets import check, read_targets
+
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks/results/h200-2026-11-29.json"
 
@@ -32,6 +35,20 @@ def test_the_table_has_the_figures_of_the_recorded_run() -> None:
             fused, split = (times[op, heads, count, arm] for arm in ("fused", "split"))
             assert cell.strip() == f"{figure(fused)} ({split / fused:.1f}x)", (op, heads, count)
             assert fused < split
+
+
+def test_the_counts_of_held_and_missed_targets_are_those_of_the_recorded_runs() -> None:
+    document = (ROOT / "docs/benchmarks.md").read_text()
+    rows = re.findall(
+        r"^\| \[.*\]\(\.\./(benchmarks/results/\S+)\) \|.*?\| (\d+) \| (\d+) \| (\d+) \| (\d+)", document, re.MULTILINE
+    )
+    assert len(rows) == 2
+    targets = read_targets(ROOT / "benchmarks/targets.toml")
+    for path, *shown in rows:
+        states = [finding.state for finding in check(Run.read(ROOT / path), targets)]
+        assert [states.count(state) for state in ("holds", "argued", "misses", "not measured")] == [
+            int(n) for n in shown
+        ]
 
 
 def test_the_table_of_compiled_code_is_that_of_the_floors() -> None:

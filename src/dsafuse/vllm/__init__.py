@@ -77,7 +77,7 @@ def _route(mode: str) -> str | None:
     elif mode == "off":
         if row.platform != "cpu":  # on a CPU build the DSA models do not run without support from here
             return "DSAFUSE_MODE=off"
-    elif row.path == "wrapper":
+    elif row.path == "wrapper" and row.platform == "cpu":  # on a GPU its tokens have not been compared yet
         architectures += DENSE_ARCHITECTURES
     from vllm.model_executor.models.registry import ModelRegistry
 
