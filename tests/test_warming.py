@@ -70,6 +70,14 @@ def test_what_is_asked_for_is_all_that_is_compiled(asked: list[tuple[Any, ...]])
     assert (second.index_q, second.index_k) == (None, None)
 
 
+def test_top_k_rows_are_cleared_by_layers_with_an_indexer_alone(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up("glm-5.2", "sm_90", ops=["prepare_latents"], layers=["indexed", "unindexed"])
+    assert {(each.config.index_k is not None, each.config.norm_q.topk) for each in done.compiled} == {
+        (True, 2048),
+        (False, 0),
+    }
+
+
 def test_what_can_not_be_compiled_is_left_out_and_says_why(asked: list[tuple[Any, ...]]) -> None:
     done = warm_up("glm-5.2", "sm_80", ops=[INDEXER, MLA])
     assert {each.config.latent_kv.layout for each in done.compiled} == {"plain"}
@@ -102,6 +110,7 @@ def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatc
         ({"queries": ["bf16"]}, ValueError, "queries: got 'bf16', expected one of activation, fp8"),
         ({"index_kv_layouts": ["plain"]}, ValueError, "index_kv_layouts: got 'plain', expected one of"),
         ({"layers": ["dense"]}, ValueError, "layers: got 'dense', expected one of indexed, unindexed"),
+        ({"block_size": -1}, ValueError, "block_size: got -1, expected at least 1"),
         ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
         ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
         ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),

@@ -45,6 +45,7 @@ class Entry:
         name: of the function.
         parameters: of the function.
         tensors: those of them that are tensors.
+        optional: those of the tensors that may be None. Which of them are is part of a call's key.
         counted: a tensor that is always there. How much it holds is part of a call's key, for the number of tokens.
         otherwise: what a call that isn't known is left to: it gets the arguments by name.
         method: whether the function, and `otherwise`, take `self` first.
@@ -56,6 +57,7 @@ class Entry:
         name: str,
         parameters: Sequence[Parameter],
         tensors: Sequence[str],
+        optional: Sequence[str],
         counted: str,
         otherwise: Callable[..., Any],
         *,
@@ -66,7 +68,6 @@ class Entry:
         self._tensors = tuple(tensors)
         self._parameters = tuple(p.name for p in parameters)
         self._own = (None,) if method else ()
-        optional = [p.name for p in parameters if p.name in tensors and p.default is None]
         values = [p.name for p in parameters if p.name not in tensors]
         key = ["id(overriding())", f"{counted}.numel()", *(f"{each} is None" for each in optional), *values]
         arguments = [f"{p.name}={p.name}" for p in parameters]
@@ -90,6 +91,7 @@ class Entry:
         exec(compile(source, f"<entry of {name}>", "exec"), module)
         self.call: Callable[..., Any]
         self.call, self._key_of = module["written"](**used)
+        self.call.__qualname__ = name  # Python's own errors have it
 
     def remember(
         self,

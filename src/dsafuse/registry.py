@@ -66,6 +66,7 @@ class Op(Generic[P, R]):
         parameters = tuple(self._signature.parameters.values())
         hints = get_type_hints(oracle)
         self._tensors = tuple(p.name for p in parameters if hints[p.name] in (torch.Tensor, torch.Tensor | None))
+        self._optional = tuple(name for name in self._tensors if hints[name] is not torch.Tensor)
         self._required = next(p.name for p in parameters if hints[p.name] is torch.Tensor)
         self._entry = self._entry_of(parameters, Op._check_and_run, method=True)
         # Python looks for __call__ on the type: an op with parameters of its own has a type of its own.
@@ -121,8 +122,8 @@ class Op(Generic[P, R]):
         self, parameters: Sequence[inspect.Parameter], otherwise: Callable[..., Any], **options: bool
     ) -> Entry:
         names = [p.name for p in parameters]
-        tensors = [name for name in self._tensors if name in names]
-        return Entry(self.name, parameters, tensors, self._required, otherwise, **options)
+        tensors, optional = ([n for n in of if n in names] for of in (self._tensors, self._optional))
+        return Entry(self.name, parameters, tensors, optional, self._required, otherwise, **options)
 
     def _check_and_run(self, **arguments: Any) -> R:
         """What a call does that is not known."""
@@ -185,7 +186,7 @@ class Op(Generic[P, R]):
                     raise ValueError(f"{name}: got None, expected a tensor to write to (torch.ops.dsafuse.{self.name})")
             self._run(arguments, out_entry)
 
-        out_entry = self._entry_of(out_parameters, check_and_run, silent=True)
+        out_entry = self._out_entry = self._entry_of(out_parameters, check_and_run, silent=True)
         call, intern = out_entry.call, sys.intern
 
         def out_form(*args: Any, **kwargs: Any) -> None:

@@ -111,6 +111,8 @@ def warm_up(
     provider = PROVIDERS["triton"].load()
     if not where.gpu:
         raise ValueError(f"target: got {where.arch!r}, expected a GPU: nothing is compiled for a CPU")
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, expected at least 1")
     if (reason := provider.why_not_here()) is not None:
         raise RuntimeError(f"warm_up needs Triton: {reason}")
     if activation not in ACTIVATION_DTYPES:
@@ -150,6 +152,8 @@ def warm_up(
             rounding=rounding,
             dtypes=dtypes or {},
         )
+        if layer == "unindexed":  # it uses what another layer chose, and clears nothing
+            call.pop("topk_indices", None)
         try:
             arguments, config = op.resolve(**call)
         except ValueError as error:

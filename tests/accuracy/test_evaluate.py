@@ -172,6 +172,7 @@ def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, s
         (["--context", "5000"], "--context: got '5000', expected integers from 1 to 512"),
         (["--context", "511"], "--context: a prompt of recall has 511 tokens, and the model reads 507 at most"),
         (["--memory", "1.5"], "--memory: got 1.5, expected more than 0 and at most 1"),
+        (["--lm-eval", "gsm8k", "--serve", "'"], '--serve: got "\'": No closing quotation'),
         (["--out", "/nowhere/x.json"], "--out: /nowhere/x.json: there is no directory /nowhere"),
     ],
 )
@@ -180,6 +181,19 @@ def test_values_out_of_range_are_refused_in_one_line(seeded: dict[str, Path], op
     assert (done.returncode, done.stdout) == (2, "")
     assert refusal in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("drafts", "says"),
+    [("x", "config.json: got num_nextn_predict_layers 'x', expected"), (0, "tokenizer.json: no tokenizer: ")],
+)
+def test_a_folder_that_can_not_be_read_is_refused_in_one_line(tmp_path: Path, drafts: object, says: str) -> None:
+    config = {"index_topk": 5, "max_position_embeddings": 64, "vocab_size": 5, "num_nextn_predict_layers": drafts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    done = run_cli(tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith(f"MODEL_DIR: {tmp_path}/{says}")
 
 
 def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

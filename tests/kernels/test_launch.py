@@ -245,8 +245,8 @@ class Gpu:
         monkeypatch.setattr(grids.prepare, "warmup", lambda *_args, **_kwargs: None)
         monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _index: 77))
         provider = SimpleNamespace(run=self._run, again=launch.again)
+        forget()
         for op in EVERY_OP.values():
-            op._entry._known._calls.clear()
             monkeypatch.setattr(op, "_provider", lambda *_: provider)
 
     def _run(self, *_: Any) -> None:
@@ -277,8 +277,14 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     yield Gpu(monkeypatch)
+    forget()
+
+
+def forget() -> None:
+    """Forget the known calls of all ops, those of the out-forms included."""
     for op in EVERY_OP.values():
-        op._entry._known._calls.clear()
+        for entry in (op._entry, op._out_entry):
+            entry._known._calls.clear()
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -374,6 +380,16 @@ def test_a_call_that_looks_different_is_checked(
     with pytest.raises(ZeroDivisionError):
         whole(**call | change(call))
     assert len(resolved) == len(gpu.launches) == 1
+
+
+@pytest.mark.parametrize("names", [("with", "without"), ("without", "with")])
+def test_a_query_of_the_rotary_part_alone_is_another_call(names: tuple[str, ...], gpu: Gpu) -> None:
+    whole = queries_call(layout="plain") | {"q_out": None, "index_q_out": None, "index_weights_out": None}
+    calls = {"with": whole, "without": whole | {"q_nope": None}}
+    queries = EVERY_OP["queries"]
+    widths = [queries(**calls[name])[0].shape[-1] for name in (*names, *names)]
+    assert (gpu.checked, len(gpu.launches)) == (2, 2)
+    assert widths == [{"with": 576, "without": 64}[name] for name in (*names, *names)]
 
 
 def test_a_call_under_other_switches_is_checked(gpu: Gpu) -> None:

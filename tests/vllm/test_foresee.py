@@ -116,3 +116,19 @@ def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
         2,
         f"--vllm: got {tmp_path}, expected a folder with a config.json",
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        ("[]", (), "--vllm: {}: got list, expected a JSON object"),
+        ("{", (), "--vllm: {}: Expecting property name"),
+        ('{"num_attention_heads": "32"}', ("--tp", "2"), "--tp: got 2, expected a divisor of 32 heads"),
+        ("{}", ("--tp", "2"), "--tp: got 2, expected a divisor of None heads"),
+    ],
+)
+def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str, arguments: tuple[str, ...], says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    done = CliRunner().invoke(app, ["explain", "--vllm", str(tmp_path), *arguments])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(says.format(tmp_path / "config.json"))

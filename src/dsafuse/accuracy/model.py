@@ -46,7 +46,10 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The folder's own tokenizer. Raises ValueError if it knows tokens that the model does not."""
         path = self.directory / "tokenizer.json"
-        found = Tokenizer.from_file(str(path))
+        try:
+            found = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+            raise ValueError(f"{path}: no tokenizer: {error}") from None
         if found.get_vocab_size() > self.config["vocab_size"]:
             raise ValueError(
                 f"{path}: has {found.get_vocab_size()} tokens, and the model knows {self.config['vocab_size']}"
@@ -61,6 +64,9 @@ def read(directory: Path) -> Model:
     for key in ("index_topk", "max_position_embeddings", "vocab_size"):
         if not isinstance(config, dict) or not isinstance(config.get(key), int):
             raise ValueError(f"{path}: has no {key}: no model with DeepSeek Sparse Attention")
+    drafts = config.get("num_nextn_predict_layers")
+    if not isinstance(drafts, int | None):
+        raise ValueError(f"{path}: got num_nextn_predict_layers {drafts!r}, expected an integer")
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{directory}: has no tokenizer.json, and the tasks are text")
     return Model(directory, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import torch
@@ -50,6 +51,14 @@ def device_named(name: str | None) -> torch.device:
     if kind == "cuda" and index >= torch.cuda.device_count():
         refuse(f"--device: got {name!r}, but there are {torch.cuda.device_count()} GPUs")
     return torch.device(kind, index) if colon else torch.device(kind)
+
+
+def words(what: str, text: str) -> tuple[str, ...]:
+    """Arguments of a command line in one text, as a shell takes it apart."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        refuse(f"{what}: got {text!r}: {error}")
 
 
 def natural(text: str) -> int | None:

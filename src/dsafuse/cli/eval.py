@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 
 from dsafuse.cli import files, output
-from dsafuse.cli.arguments import counts, one_of
+from dsafuse.cli.arguments import counts, one_of, words
 
 if TYPE_CHECKING:
     from dsafuse.accuracy.evaluate import Cell, Settings
@@ -62,8 +61,10 @@ def evaluate(
     for name, value, most in (("--memory", memory, 1.0), ("--time-limit", time_limit, float("inf"))):
         if not 0 < value <= most:
             output.refuse(f"{name}: got {value}, expected more than 0" + (" and at most 1" if most == 1 else ""))
-    words = list(dict.fromkeys(one_of("--kv-cache-dtype", word, KV_CACHE_DTYPES) for word in kv_cache_dtype.split(",")))
+    asked = kv_cache_dtype.split(",")
+    caches = list(dict.fromkeys(one_of("--kv-cache-dtype", word, KV_CACHE_DTYPES) for word in asked))
     one_of("--mtp", mtp, DRAFTS)
+    serve_arguments = words("--serve", serve)
     one_of("--dtype", dtype, DTYPES)
     files.check_writable("--out", out)
     files.check_writable("--markdown", markdown)
@@ -80,7 +81,8 @@ def evaluate(
     if not model.is_dir():
         output.refuse(f"MODEL_DIR: got {model}, expected a folder")
     checkpoint = files.read("MODEL_DIR", model, read)
-    cells = _cells(checkpoint, words, mtp, draft_tokens)
+    files.read("MODEL_DIR", model, lambda _: checkpoint.tokenizer())
+    cells = _cells(checkpoint, caches, mtp, draft_tokens)
     contexts = () if context is None else tuple(counts("--context", context, 1, checkpoint.longest))
     if lm_eval is not None:
         request = harness.Request(
@@ -90,7 +92,7 @@ def evaluate(
             limit=limit,
             context=contexts[0] if contexts else min(evaluation.default_contexts(checkpoint)),
             seed=seed,
-            serve=tuple(shlex.split(serve)),
+            serve=serve_arguments,
             seconds=time_limit,
         )
         record = _through_lm_eval(request)

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from dsafuse import switches
-from dsafuse.cli import output
+from dsafuse.cli import files, output
 from dsafuse.cli.arguments import one_of, op_names
 from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
@@ -81,6 +81,7 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
         raise typer.Exit(1)
     from dsafuse.vllm import foresee
 
+    files.read("--vllm", folder / "config.json", foresee.read_config)
     try:
         found = foresee.ask(folder, word, tp, mtp=mtp)
     except ValueError as error:

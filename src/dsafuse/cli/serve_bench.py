@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import time
 from dataclasses import replace
 from json import loads as load_json
@@ -14,7 +13,7 @@ import typer
 
 from dsafuse.check import plot as check_plot
 from dsafuse.cli import files, output
-from dsafuse.cli.arguments import counts, natural, one_of
+from dsafuse.cli.arguments import counts, natural, one_of, words
 from dsafuse.serving import plot, tables
 from dsafuse.serving.grid import cells
 from dsafuse.serving.process import Ended, Stopped, listening
@@ -84,7 +83,7 @@ def serve_bench(
         load_format=load_format,
         gpus=_gpus(gpus),
         in_turn={"auto": None, "together": False, "in-turn": True}[one_of("--servers", servers, SERVERS)],
-        extra=_extra(extra),
+        extra=words("--extra", extra),
         start_seconds=start_limit,
         commit=commit,
     )
@@ -227,10 +226,3 @@ def _gpus(text: str | None) -> tuple[str | None, str | None]:
         if len(parts) > 2 or any(natural(index.strip()) is None for index in part.split(",")):
             output.refuse(f"--gpus: got {text!r}, expected indices as 0 or 0,1 for both arms, or as 0/1 for off/on")
     return parts[0], parts[-1]
-
-
-def _extra(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        output.refuse(f"--extra: got {text!r}: {error}")

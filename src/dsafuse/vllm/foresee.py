@@ -44,10 +44,12 @@ def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict
 
     Raises ValueError if the model's heads can't be shared by `tp` ranks, Unforeseen if vLLM can't build the model.
     """
-    heads = json.loads((model / "config.json").read_text()).get("num_attention_heads")
-    if isinstance(heads, int) and (tp < 1 or heads % tp):
-        raise ValueError(f"tp: got {tp}, expected a divisor of {heads} heads")
-    share = {"num_attention_heads": heads // tp, "num_key_value_heads": heads // tp} if heads and tp > 1 else {}
+    heads = read_config(model / "config.json").get("num_attention_heads")
+    share: dict[str, int] = {}
+    if tp != 1:
+        if not isinstance(heads, int) or tp < 1 or heads % tp:
+            raise ValueError(f"tp: got {tp}, expected a divisor of {heads} heads")
+        share = {"num_attention_heads": heads // tp, "num_key_value_heads": heads // tp}
     question = {"model": str(model.resolve()), "kv_cache_dtype": kv_cache_dtype, "changes": share, "mtp": mtp}
     done = subprocess.run(
         [sys.executable, "-m", "dsafuse.vllm.foresee"],
@@ -60,6 +62,14 @@ def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict
     if done.returncode:
         raise Unforeseen("\n".join(["vLLM could not build this model:", *done.stderr.splitlines()[-ERROR_LINES:]]))
     found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a model's config.json says. Raises ValueError for a file that is none."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: got {type(found).__name__}, expected a JSON object")
     return found
 
 
