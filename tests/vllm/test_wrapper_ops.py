@@ -216,6 +216,10 @@ def test_a_profiling_run_rehearses_every_launch_of_a_batch(monkeypatch: pytest.M
     for _ in range(2):  # once for its kind
         case.wrapper._rehearse(case.layer, mla, index)
     assert sorted(launched) == sorted((name, tokens) for name in names for tokens in (1, TOKENS))
+    fewer = index._replace(q=index.q[:, :1], k_and_weights=index.k_and_weights[:, : index.q.shape[-1] + 1])
+    fewer = fewer._replace(q_out=index.q_out[:, :1], weights_out=index.weights_out[:, :1])
+    case.wrapper._rehearse(case.layer, mla, fewer)  # another model of this process, other heads alone
+    assert len(launched) == 4 * len(names)
     assert (case.cache == POISON).all()
     assert (case.index_cache == 7).all()
 

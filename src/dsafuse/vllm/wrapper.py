@@ -335,7 +335,11 @@ def _rehearse(layer: Any, mla: MlaInputs, index: IndexInputs | None) -> None:
     state: Layer = layer.dsafuse
     tokens = mla.q.shape[0]
     _query_rows(state, mla.q, tokens)
-    key = (str(state.plan), state.plan.mla_call, state.plan.indexer_call, index is None, mla.q.shape[1:], mla.q.device)
+    index_heads = None if index is None else index.q.shape[1]
+    key = (
+        *(str(state.plan), state.plan.mla_call, state.plan.indexer_call, index_heads, state.block_size),
+        *(mla.q.shape, mla.q.dtype, mla.q.device),
+    )
     if not _compiles(mla.q) or key in _REHEARSED or not tokens:
         return
     _REHEARSED.add(key)
