@@ -58,7 +58,8 @@ class Op(Generic[P, R]):
         self.output_names = output_names
         self.mutates = mutates
         # Caches may share one storage, block by block; whatever else is written needs memory of its own.
-        self.own_memory = (*output_names, *(name for name in mutates if not name.endswith("kv_cache")))
+        self.caches = tuple(name for name in mutates if name.endswith("kv_cache"))
+        self.own_memory = (*output_names, *(name for name in mutates if name not in self.caches))
         self._resolve = resolve
         self._outputs = outputs
         self._derived = derived

@@ -360,6 +360,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "an unhashable name": lambda _call: {"rope_style": ["interleaved"]},
     "a gradient": lambda call: {"q_nope": call["q_nope"].clone().requires_grad_()},
     "an input over an output": lambda call: {"q_nope": call["q_out"].as_strided(*_axes(call["q_nope"]))},
+    "an input over a cache": lambda call: {
+        "kv_c": call["kv_c"].new_empty(0).set_(call["kv_cache"].untyped_storage(), 0, *_axes(call["kv_c"]))
+    },
     "no tensor": lambda _call: {"q_nope": None},
 }
 

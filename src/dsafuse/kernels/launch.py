@@ -179,7 +179,7 @@ def again(op: str, arguments: Arguments, config: Config, places: dict[str, int])
     values = {**dict(zip(grids.prepare.arg_names, runtime)), **constants}
     pointers = {name: place_of[id(value)] for name, value in values.items() if isinstance(value, torch.Tensor)}
     relaunch = relaunch_of(compiled, programs, values, pointers, 1 + max(places.values()))
-    fit = Addresses(tensors, places, OPS[op].own_memory).fit
+    fit = Addresses(tensors, places, OPS[op].own_memory, OPS[op].caches).fit
     index, stream_of, hooks = device.index, driver.active.get_current_stream, launch_hooks()
 
     def launch_again(addresses: tuple[int, ...]) -> bool:
@@ -205,16 +205,29 @@ class Addresses:
         tensors: of the call that was compiled for, by name.
         places: of each among the addresses; one tensor under two names has one.
         own_memory: names of the tensors that may share no byte with another.
+        caches: names of those that may share bytes with each other alone.
     """
 
     # Those that passed, of all calls, are kept: an engine's buffers come back at every step, layer by layer.
     _passed: ClassVar[set[tuple[Addresses, tuple[int, ...]]]] = set()
 
-    def __init__(self, tensors: dict[str, torch.Tensor], places: dict[str, int], own_memory: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        places: dict[str, int],
+        own_memory: Sequence[str],
+        caches: Sequence[str],
+    ) -> None:
         by_place = {places[name]: tensor for name, tensor in tensors.items()}
         self._starts = {place: tensor.data_ptr() for place, tensor in by_place.items()}
         self._sizes = {place: span_bytes(tensor) for place, tensor in by_place.items() if tensor.numel()}
-        self._own = [places[name] for name in own_memory if name in tensors and places[name] in self._sizes]
+        paged = [places[name] for name in caches if name in tensors]
+        self._apart: list[tuple[int, list[int]]] = []
+        """Places of what is written, each with those that it must be apart from."""
+        for name in (*own_memory, *caches):
+            if name in tensors and (own := places[name]) in self._sizes:
+                others = [place for place in self._sizes if place != own and not (own in paged and place in paged)]
+                self._apart.append((own, others))
 
     def fit(self, addresses: tuple[int, ...]) -> bool:
         """Whether every address is aligned as it was, and no output lies over another tensor.
@@ -225,11 +238,11 @@ class Addresses:
             return True
         if any((addresses[place] ^ start) % VECTOR_BYTES for place, start in self._starts.items()):
             return False
-        for own in self._own:
+        for own, others in self._apart:
             start, end = addresses[own], addresses[own] + self._sizes[own]
-            for place, size in self._sizes.items():
+            for place in others:
                 address = addresses[place]
-                if place == own or address >= end or start >= address + size:
+                if address >= end or start >= address + self._sizes[place]:
                     continue
                 if address - start != self._starts[place] - self._starts[own]:
                     return False
