@@ -696,6 +696,13 @@ def test_a_tensor_that_requires_grad_is_named_and_welcome_under_no_grad(op: str,
         OPS[op](**call)
 
 
+def test_a_view_with_the_negative_bit_is_refused() -> None:
+    """It is another number than its memory holds, and only torch knows."""
+    call = mla_call(3)
+    call["q_pe"] = torch._neg_view(call["q_pe"])
+    assert_refused("mla", call, ValueError, r"^q_pe: got a view with the negative bit")
+
+
 SCALES: dict[str, tuple[Any, type[Exception], str]] = {
     "missing": (None, ValueError, r"got None, expected one fp32 element"),
     "a float": (1.0, TypeError, r"got float, expected a torch.Tensor"),

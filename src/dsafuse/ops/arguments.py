@@ -40,11 +40,13 @@ def expect_member(name: str, value: Any, kind: type[E]) -> E:
 
 
 def expect_tensor(name: str, value: Any) -> torch.Tensor:
-    """`value`, a tensor through which no gradient would have to flow."""
+    """`value`, a tensor that is what its memory holds, and through which no gradient would have to flow."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: got a tensor that requires grad, expected none (the ops have no backward)")
+    if value.is_neg():  # a kernel reads memory, which has the other sign
+        raise ValueError(f"{name}: got a view with the negative bit, expected memory as it is (resolve_neg makes it)")
     return value
 
 
