@@ -173,6 +173,14 @@ def test_a_changed_setting_is_refused(plan: Plan, changes: dict[str, Any], says:
         resume(prepare(changed(plan, **changes)), prepare(plan))
 
 
+def test_the_commit_that_is_stated_is_recorded_and_not_the_checkouts(plan: Plan) -> None:
+    """A copy of the code may lie in a checkout of something else."""
+    stated = prepare(changed(plan, commit="def")).environment
+    assert (stated["commit"], stated["clean"]) == ("def", None)
+    told = prepare(plan).environment
+    assert (told["commit"], told["clean"]) == ("abc", True)
+
+
 def test_another_machine_code_or_model_is_refused(plan: Plan, facts: dict[str, Any]) -> None:
     before = prepare(plan)
     facts["gpu"] = "NVIDIA B200"

@@ -44,6 +44,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def of_commit(found: dict[str, Any], commit: str | None) -> dict[str, Any]:
+    """An environment whose code the caller states, if it does: a checkout around a copy tells another's."""
+    return found if commit is None else {**found, "commit": commit, "clean": None}
+
+
 def version_of(package: str) -> str | None:
     """The installed version, None if it is not installed."""
     try:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsafuse.check.environment import environment
+from dsafuse.check.environment import environment, of_commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +92,15 @@ class Run:
         absent: Mapping[str, str] | None = None,
     ) -> Run:
         """A run of this process. `commit` is what the caller says; else the checkout tells."""
-        e = environment()
+        e = of_commit(environment(), commit)
         return Run(
             gpu=str(e["gpu"]),
             driver=e["driver"],
             torch=e["torch"],
             triton=e["triton"] or e["pytorch-triton-rocm"],
             dsafuse=e["dsafuse"],
-            commit=commit or e["commit"],
-            clean=None if commit else e["clean"],
+            commit=e["commit"],
+            clean=e["clean"],
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             copy_gb_per_s=copy_bytes_per_s / 1e9,
             empty_kernel_us=empty_us,

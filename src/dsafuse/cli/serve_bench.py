@@ -55,7 +55,7 @@ def serve_bench(
     ] = None,
     layers: Annotated[int, typer.Option(help="Of the model to write.")] = 24,
     heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where no checkout tells it.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     json: output.Json = False,
 ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsafuse.check.environment import of_commit
 from dsafuse.serving import client as clients
 from dsafuse.serving import memory
 from dsafuse.serving.client import Client, OutOfTime
@@ -137,7 +138,7 @@ def prepare(plan: Plan) -> Record:
         "in_turn_because": why,
         "server_arguments": plan.server_arguments(config, SHARED_UTILISATION[1 if alone else 2]),
     }
-    return Record(conditions, {**here, "commit": here["commit"] or plan.commit})
+    return Record(conditions, of_commit(here, plan.commit))
 
 
 def resume(record: Record, before: Record) -> Record:
