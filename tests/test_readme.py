@@ -7,11 +7,19 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from dsafuse.check.records import Run
 from dsafuse.check.targets import check, read_targets
+from dsafuse.serving import tables
+from dsafuse.serving.record import Record
+from tests.serving.test_record import record
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks/results/h200-2026-11-29.json"
+SERVED = sorted((ROOT / "benchmarks/results").glob("*serve*.json"))
+MARKED = re.compile(r"^<!-- serve-bench -->\n(.*?)^<!-- /serve-bench -->$", re.MULTILINE | re.DOTALL)
+"""Where a document has the table of `dsafuse serve-bench --read ... --summary`."""
 
 
 def figure(us: float) -> str:
@@ -49,6 +57,28 @@ def test_the_counts_of_held_and_missed_targets_are_those_of_the_recorded_runs() 
         assert [states.count(state) for state in ("holds", "argued", "misses", "not measured")] == [
             int(n) for n in shown
         ]
+
+
+def wrong_serving_tables(text: str, records: list[Record]) -> list[str]:
+    """Tables between the markers of a document that are not those of these records."""
+    return [table for table in MARKED.findall(text) if table.strip() != tables.summary(records)]
+
+
+@pytest.mark.skipif(not SERVED, reason="no measurement of serving is recorded in benchmarks/results")
+def test_the_serving_tables_are_those_of_the_recorded_runs() -> None:
+    records = [Record.read(path) for path in SERVED]
+    documents = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    assert MARKED.search(documents[0])
+    assert [wrong for text in documents for wrong in wrong_serving_tables(text, records)] == []
+
+
+def test_a_figure_that_is_not_the_recorded_one_is_seen() -> None:
+    one = record((6.0, 5.0))
+    text = f"Before.\n\n<!-- serve-bench -->\n{tables.summary([one])}\n<!-- /serve-bench -->\n\nAfter.\n"
+    assert len(MARKED.findall(text)) == 1
+    assert wrong_serving_tables(text, [one]) == []
+    assert wrong_serving_tables(text.replace("6.00", "6.01"), [one]) != []
+    assert wrong_serving_tables(text, [one, record((8.0, 7.0), heads=128)]) != []
 
 
 def test_the_table_of_compiled_code_is_that_of_the_floors() -> None:

@@ -21,7 +21,10 @@ FACTS = {
     "dsafuse": "0.1.0", "commit": "abc", "clean": True, "torch": "2.11", "triton": "3.6", "vllm": "0.26.0",
     "gpu": "NVIDIA H200", "driver": "580", "gpus": ["NVIDIA H200"], "memory_bytes": [[140 << 30, 141 << 30]],
 }  # fmt: skip
-CONFIG = {"kv_lora_rank": 512, "index_topk": 2048, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+CONFIG = {
+    "kv_lora_rank": 512, "index_topk": 2048, "num_attention_heads": 16, "num_hidden_layers": 2,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.fixture

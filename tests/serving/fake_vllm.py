@@ -5,7 +5,7 @@
 
 FAKE, a JSON object in the environment, says how: "plans" by mode, "die_after" seconds by mode, "child" to leave one
 that ignores SIGTERM, "pids" a file that gets the id of every process, "turn_seconds", "fail_requests", "calls" a file
-that gets the arguments of every call.
+that gets the arguments of every call, "compiles" a kernel by mode, in the first turn.
 """
 
 import http.server
@@ -22,6 +22,7 @@ from pathlib import Path
 FAKE = json.loads(os.environ.get("FAKE", "{}"))
 TPOT_MS = {"off": 6.0, "auto": 5.0}
 PLANS = {"auto": ["INFO [plan.py:1] dsafuse: DSA layer: mla: fused, provider triton; indexer: fused [first: l.0]"]}
+JIT = "Triton kernel JIT compilation during inference"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
@@ -36,6 +37,23 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+COUNTED = {"time_to_first_token": 0.3, "request_queue_time": 0.1, "request_prefill_time": 0.15, "e2e_request": 9.0}
+ASKED = [0]
+
+
+def metrics() -> str:
+    """Histograms as vLLM has them, of two more requests each time, each on an engine of its own."""
+    ASKED[0] += 1
+    lines = ["# HELP vllm:time_to_first_token_seconds Histogram of time to first token in seconds."]
+    for name, seconds in COUNTED.items():
+        for engine in (0, 1):
+            label = f'{{engine="{engine}",model_name="/m odel"}}'
+            lines.append(f'vllm:{name}_seconds_bucket{label[:-1]},le="1.0"}} {ASKED[0]}')
+            lines.append(f"vllm:{name}_seconds_count{label} {ASKED[0]}.0")
+            lines.append(f"vllm:{name}_seconds_sum{label} {ASKED[0] * seconds * (1 + engine)}")
+    return "\n".join(lines) + "\n"
+
+
 def serve() -> None:
     mode = os.environ["DSAFUSE_MODE"]
     note("pids", str(os.getpid()))
@@ -46,7 +64,9 @@ def serve() -> None:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(mode.encode())
+            if self.path == "/turn" and (kernel := FAKE.get("compiles", {}).pop(mode, None)):
+                say(f"(EngineCore pid=1) WARNING 11-29 [jit.py:1] {JIT}: {kernel}. This causes a latency spike; or")
+            self.wfile.write(metrics().encode() if self.path == "/metrics" else mode.encode())
 
         def log_message(self, *_: object) -> None:
             return
@@ -71,14 +91,16 @@ def client() -> None:
         call = json.loads(line)
         note("calls", line.strip())
         asked = {name: call[call.index(name) + 1] for name in call if name.startswith("--") and name in call[:-2]}
-        mode = urllib.request.urlopen(asked["--base-url"] + "/health").read().decode()
+        mode = urllib.request.urlopen(asked["--base-url"] + "/turn").read().decode()
         time.sleep(FAKE.get("turn_seconds", 0.0))
         prompts, tokens = int(asked["--num-prompts"]), int(asked["--random-output-len"])
         failed = FAKE.get("fail_requests", 0)
         tpot = TPOT_MS[mode] + 0.1 * int(asked["--seed"])
         result = {f"{how}_{what}_ms": tpot for how in ("mean", "median") for what in ("ttft", "tpot", "itl", "e2el")}
+        times = {"ttfts": [tpot / 1e3] * prompts, "start_times": [0.0] * prompts}
+        said = {**times, "errors": ["HTTP 400 Bad Request: no such luck"] if failed else []}
         counts = {"completed": prompts - failed, "failed": failed, "total_output_tokens": (prompts - failed) * tokens}
-        numbers = {**result, **counts, "output_throughput": 1e3 / tpot}
+        numbers = {**result, **counts, **said, "output_throughput": 1e3 / tpot}
         say(json.dumps({"event": "done", "result": numbers}))
 
 

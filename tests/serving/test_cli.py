@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dsafuse.cli import serve_bench as command
 from dsafuse.cli.app import app
+from dsafuse.serving.record import Record
 from dsafuse.serving.run import STATE, Plan
 from tests.serving.conftest import CONFIG, FAKE
 
@@ -60,6 +61,10 @@ def bench(model: Path, tmp_path: Path, facts: dict[str, Any], monkeypatch: pytes
         (("--time-limit", "0"), "--time-limit: got 0.0, expected seconds"),
         (("--time-limit", "nan"), "--time-limit: got nan, expected seconds"),
         (("--resume",), "--resume: got"),
+        (
+            ("--load-format", "dummy-scaled", "--extra", "--worker-extension-cls=mine"),
+            "--extra: has --worker-extension-cls, which --load-format dummy-scaled needs for itself",
+        ),
         (("--write-model", "glm"), "--write-model: got 'glm'"),
         (("--write-model", "deepseek-v3.2", "--heads", "3"), "--heads: got 3, expected a divisor of 128"),
     ],
@@ -88,6 +93,30 @@ def test_a_model_without_latent_attention_is_refused(bench: Callable[..., Any], 
     assert "no kv_lora_rank" in done.stderr
 
 
+def test_scaled_weights_are_not_for_a_quantised_model(bench: Callable[..., Any], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    done = bench("--load-format", "dummy-scaled")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("--load-format: dummy-scaled is for unquantised models")
+
+
+def test_scaled_weights_are_asked_of_both_servers_and_must_be_confirmed(
+    bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path
+) -> None:
+    fake()
+    done = bench("--load-format", "dummy-scaled", "--repeats", "1")
+    assert done.exit_code == 1
+    assert "the server with the plugin off did not say that it scaled its dummy weights" in done.stderr
+    record = Record.read(tmp_path / "out" / STATE)
+    for start in record.starts:
+        at = start.command.index("--load-format")
+        assert start.command[at + 1 : at + 4] == [
+            "dummy",
+            "--worker-extension-cls",
+            "dsafuse.vllm.dummy_weights.Scaled",
+        ]
+
+
 def test_tables_and_files_then_more_repeats_of_the_same(
     bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -110,6 +139,21 @@ def test_tables_and_files_then_more_repeats_of_the_same(
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((out / STATE).read_text())
     assert [cell["repeats"] for cell in json.loads(done.stdout)["summary"]] == [2, 2]
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", '{"format": 1, "conditions": [], "results": {}}', '{"format": "1"}'])
+def test_a_state_of_odd_types_is_one_line(
+    bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path, text: str
+) -> None:
+    pids = fake()
+    state = tmp_path / "out" / STATE
+    state.parent.mkdir()
+    state.write_text(text)
+    done = bench("--resume")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"--resume: {state}: no measurement of this version: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not pids.exists()
 
 
 def test_a_dead_server_is_exit_code_1_with_its_last_words(

@@ -103,6 +103,22 @@ def test_a_rank_has_real_widths_and_a_tokenizer_without_surprises(tmp_path: Path
     assert tokenizer.encode(tokenizer.decode(every)) == every
 
 
+def test_a_prompt_of_the_longest_words_has_no_more_characters_than_vllm_allows_its_tokens(tmp_path: Path) -> None:
+    """Before it counts tokens vLLM holds a text to the longest token's name, times the tokens that it may have."""
+    pytest.importorskip("tokenizers")
+    from dsafuse.vllm import rank
+
+    rank.write_tokenizer(tmp_path, 16160)
+    tokenizer = pytest.importorskip("vllm.tokenizers").get_tokenizer(str(tmp_path))
+    params = pytest.importorskip("vllm.renderers.params").TokenizeParams(max_total_tokens=1024)
+    text = tokenizer.decode(list(range(16160 - 1024, 16160)))
+    assert params.apply_pre_tokenization(tokenizer, {"prompt": text})["prompt"] == text
+    assert len(tokenizer.encode(text)) == 1024
+    refused = pytest.importorskip("vllm.exceptions").VLLMValidationError
+    with pytest.raises(refused, match="maximum context length is 1024"):
+        params.apply_pre_tokenization(tokenizer, {"prompt": f"{text} t16000"})
+
+
 @pytest.mark.parametrize(
     ("heads", "layers", "says"), [(3, 1, "heads: got 3"), (0, 1, "heads: got 0"), (16, 0, "layers")]
 )

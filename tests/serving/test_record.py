@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,24 +17,26 @@ from dsafuse.serving.record import METRICS, TPOT, Record, Result, Start, compare
 
 ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "580", "vllm": "0.26.0", "torch": "2.11", "triton": "3.6",
                "dsafuse": "0.1.0", "commit": "abc", "clean": True}  # fmt: skip
-CONDITIONS = {"model": "/models/m", "kv_cache_dtype": "fp8", "prompts_per_slot": 3, "in_turn": False}
+CONDITIONS = {"model": "/models/m", "heads": 16, "layers": 24, "kv_cache_dtype": "fp8", "load_format": "dummy-scaled",
+              "prompts_per_slot": 3, "in_turn": False, "server_arguments": ["/models/m"]}  # fmt: skip
 
 
-def metrics(value: float, throughput: float = 100.0) -> dict[str, float]:
-    return {metric.key: throughput if metric.more_is_better else value for metric in METRICS}
+def metrics(value: float, throughput: float = 100.0) -> dict[str, Any]:
+    numbers = {metric.key: throughput if metric.more_is_better else value for metric in METRICS}
+    return {**numbers, "ttfts": [value / 1e3] * 8 + [value / 500] * 16, "start_times": [0.0] * 24}
 
 
 CELL = Cell(1024, 256, 8)
 
 
-def record(*pairs: tuple[float, float], cell: Cell = CELL) -> Record:
+def record(*pairs: tuple[float, float], cell: Cell = CELL, **conditions: Any) -> Record:
     results = [
-        Result(Turn(cell, repeat, arm), 0, 1.0, metrics(value, 600.0 / value))
+        Result(Turn(cell, repeat, arm), 0, 1.0, metrics(value, 600.0 / value), {"queue_ms": value / 2}, [])
         for repeat, pair in enumerate(pairs)
         for arm, value in zip(("off", "on"), pair)
     ]
     start = Start("on", ["vllm"], "auto", None, 3.0, ["DSA layer: mla: fused, provider triton"])
-    return Record(CONDITIONS, ENVIRONMENT, [start], results, "complete")
+    return Record({**CONDITIONS, **conditions}, ENVIRONMENT, [start], results, "complete")
 
 
 def test_ratios_are_of_pairs_and_above_one_where_the_plugin_is_better() -> None:
@@ -67,10 +74,24 @@ def test_all_that_is_asked_for_is_in_the_table() -> None:
     assert "| 1024/256 | 8 | 6.00 | 5.00 | 1.200 | 1.000-1.320 |" in text
     assert "| 1024 | 256 | 8 | output tokens/s | 100.00 | 120.00 | 1.200 | 1.000-1.320 | 3 |" in text
     assert text.count("| 1024 | 256 | 8 | ") == len(METRICS)
-    for word in ("NVIDIA H200", "driver 580", "vLLM 0.26.0", "abc (clean)", "--kv-cache-dtype fp8", "3 prompts a slot"):
+    for word in ("NVIDIA H200", "driver 580", "vLLM 0.26.0", "abc (clean)", "--kv-cache-dtype fp8", "3 prompts a slot",
+                 "16 heads, 24 layers, dummy weights scaled to 1/sqrt(fan-in)"):  # fmt: skip
         assert word in text
     assert "- DSA layer: mla: fused, provider triton\n" in text
     assert "Not complete" not in text
+
+
+def test_where_the_time_to_the_first_token_goes_is_shown_for_each_arm() -> None:
+    one = record((60.0, 50.0), (66.0, 50.0), (60.0, 70.0))
+    assert tables.first(one) == [
+        ("1024/256", "8", "off", "60.0", "60.0", "60.0", "-", "30.0", "-"),
+        ("1024/256", "8", "on", "50.0", "50.0", "50.0", "-", "25.0", "-"),
+    ]
+    for result in one.results[0:4:2]:
+        result.metrics["ttfts"][:8] = [0.5] * 8
+    one.results[1].compiled.append("Triton JIT compilation during inference: _k")
+    assert tables.first(one)[0][3:5] == ("60.0", "500.0")
+    assert "- 1024/256 at 8, repeat 1, on: Triton JIT compilation during inference: _k" in tables.markdown(one)
 
 
 def test_what_is_not_complete_says_so() -> None:
@@ -94,6 +115,108 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ValueError, match=r"state\.json"):
         Record.read(tmp_path / "state.json")
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to everything inside a JSON document."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inside in entries:
+        yield (*path, key)
+        yield from places(inside, *path, key)
+
+
+def complaint(document: Any, path: Path) -> str:
+    """Why a file was refused; empty if everything that is made of a record could be made of it."""
+    path.write_text(json.dumps(document))
+    try:
+        read = Record.read(path)
+    except ValueError as error:
+        return str(error)
+    assert tables.markdown(read)
+    assert tables.summary([read])
+    assert json.dumps(read.document())
+    return ""
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, float("nan"), "", "odd", [], [1], {}, {"a": None})
+
+
+def test_a_field_of_another_type_or_none_at_all_is_refused_or_does_no_harm(tmp_path: Path) -> None:
+    whole = record((6.0, 5.0)).document()
+    for way in places({key: value for key, value in whole.items() if key != "summary"}):
+        for odd in (*ODD, KeyError):
+            document = deepcopy(whole)
+            inside = document
+            for key in way[:-1]:
+                inside = inside[key]
+            if odd is KeyError:
+                del inside[way[-1]]
+            else:
+                inside[way[-1]] = odd
+            said = complaint(document, tmp_path / "state.json")
+            assert not said or said.startswith(f"{tmp_path}/state.json: no measurement of this version: ")
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "says"),
+    [
+        (("results", 1, "turn", "cell", "isl"), "1024", "results[1].turn.cell.isl: got '1024', expected int"),
+        (("results", 0, "turn", "arm"), "maybe", "results[0].turn.arm: got 'maybe', expected one of off, on"),
+        (
+            ("results", 0, "metrics", "median_tpot_ms"),
+            None,
+            "results[0].metrics.median_tpot_ms: got None, expected int or",
+        ),
+        (
+            ("results", 0, "metrics", "mean_itl_ms"),
+            -1,
+            "results[0].metrics.mean_itl_ms: got -1, expected a number of 0",
+        ),
+        (("results", 0), 7, "results[0]: got 7, expected an object"),
+        (("starts", 0, "plans"), [1], "starts[0].plans: got [1], expected a list of str"),
+        (("conditions", "in_turn"), 0, "conditions.in_turn: got 0, expected bool"),
+        (("environment", "clean"), "yes", "environment.clean: got 'yes', expected bool or null"),
+        (("ended",), None, "ended: got None, expected str"),
+    ],
+)
+def test_what_is_odd_is_named(tmp_path: Path, way: tuple[Any, ...], value: Any, says: str) -> None:
+    document = deepcopy(record((6.0, 5.0)).document())
+    inside = document
+    for key in way[:-1]:
+        inside = inside[key]
+    inside[way[-1]] = value
+    (tmp_path / "state.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Record.read(tmp_path / "state.json")
+    del inside[way[-1]]
+    if isinstance(way[-1], str):
+        (tmp_path / "state.json").write_text(json.dumps(document))
+        with pytest.raises(ValueError, match=f"{way[-1]} is missing"):
+            Record.read(tmp_path / "state.json")
+
+
+def test_a_summary_has_a_line_for_every_cell_in_order() -> None:
+    small = record((6.0, 5.0), (6.6, 5.0), (6.0, 6.0))
+    small.results += record((8.0, 7.0), cell=Cell(1024, 256, 64)).results
+    small.results += record((9.0, 9.0), cell=Cell(8192, 256, 1)).results[:1]  # one arm alone
+    large = record((9.0, 8.0), heads=128, layers=16)
+    plain = record((9.0, 8.0), kv_cache_dtype="auto")
+    rows = tables.summary([large, small, plain]).splitlines()
+    assert rows == tables.summary([plain, large, small]).splitlines()
+    assert rows[0] == (
+        "| H | layers | cache | ISL/OSL | concurrency | TPOT off, ms | on, ms | ratio | TTFT ratio | tokens/s ratio |"
+        " repeats |"
+    )
+    assert rows[3] == (
+        "| 16 | 24 | fp8 | 1024/256 | 8 | 6.00 | 5.00 | 1.200 (1.000 to 1.320) | 1.200 (1.000 to 1.320) |"
+        " 1.200 (1.000 to 1.320) | 3 |"
+    )
+    assert [row.split(" | ")[:5] for row in rows[2:]] == [
+        ["| 16", "24", "auto", "1024/256", "8"],
+        ["| 16", "24", "fp8", "1024/256", "8"],
+        ["| 16", "24", "fp8", "1024/256", "64"],
+        ["| 128", "16", "fp8", "1024/256", "8"],
+    ]
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

@@ -108,9 +108,28 @@ def test_caches_that_are_too_small_are_not_measured(plan: Plan, fake: Fake) -> N
 
 def test_failed_requests_are_no_result(plan: Plan, fake: Fake) -> None:
     fake(fail_requests=1)
-    with pytest.raises(Unusable, match=r"16/8 at 1, repeat 1, off: completed, failed, output tokens: got \(2, 1, 16\)"):
+    says = (
+        r"16/8 at 1, repeat 1, off: completed, failed, output tokens: got \(2, 1, 16\).*said: HTTP 400 .*no such luck"
+    )
+    with pytest.raises(Unusable, match=says):
         take(plan)
     assert Record.read(plan.model.parent / "out" / STATE).results == []
+
+
+def test_a_turn_has_what_the_server_says_of_its_own_time(plan: Plan, fake: Fake) -> None:
+    fake()
+    record = take(plan)
+    for result in record.results:
+        assert dict(result.server) == pytest.approx({"server_ttft_ms": 450.0, "queue_ms": 150.0, "prefill_ms": 225.0})
+        assert result.compiled == []
+
+
+def test_what_is_compiled_while_a_turn_is_measured_is_told_of_that_turn(plan: Plan, fake: Fake) -> None:
+    fake(compiles={"auto": "_topk"}, turn_seconds=0.2)
+    told = [result for result in take(plan).results if result.compiled]
+    assert [(result.turn.arm, result.compiled) for result in told] == [
+        ("on", ["Triton kernel JIT compilation during inference: _topk"])
+    ]
 
 
 def test_a_time_limit_keeps_what_there_is(plan: Plan, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_two_servers_are_measured_and_leave_tables_a_picture_and_nothing_else(tm
         [
             *(sys.executable, "-m", "dsafuse", "serve-bench", str(folder), "--out", str(out), "--json"),
             *("--isl", "16", "--osl", "8", "--concurrency", "1,2", "--repeats", "1", "--prompts-per-slot", "1"),
-            *("--extra", "--dtype float32 --enforce-eager", "--time-limit", "400"),
+            *("--extra", "--dtype float32 --enforce-eager", "--load-format", "dummy-scaled", "--time-limit", "400"),
         ],
         env={**os.environ, **ENVIRONMENT, "DSAFUSE_PROVIDER": "interpreter"},
         capture_output=True,
@@ -56,15 +56,22 @@ def test_two_servers_are_measured_and_leave_tables_a_picture_and_nothing_else(tm
         metrics, slots = result["metrics"], result["turn"]["cell"]["concurrency"]
         assert metrics["total_input_tokens"] == 16 * slots
         assert metrics["total_output_tokens"] == 8 * slots
-        assert metrics["median_itl_ms"] > 0
-        assert 0 < metrics["median_ttft_ms"] < metrics["median_e2el_ms"]
+        # The quick arm's tokens may come in one piece where the machine has other work.
+        assert result["turn"]["arm"] == "off" or metrics["median_itl_ms"] > 0
+        assert 0 < metrics["median_ttft_ms"] <= metrics["median_e2el_ms"]
+        assert len(metrics["ttfts"]) == len(metrics["start_times"]) == slots
+        assert result["compiled"] == []
+        assert 0 < result["server"]["prefill_ms"] < result["server"]["server_ttft_ms"]
+        assert result["server"]["queue_ms"] >= 0
     plans = {start["arm"]: start["plans"] for start in document["starts"]}
     assert plans["off"] == []
     assert plans["on"] == ["DSA layer: mla: fused, provider interpreter; indexer: fused, provider interpreter"] or (
         plans["on"][0].startswith("DSA layer: mla: fused, provider interpreter; indexer: fused, provider interpreter;")
     )
     # The interpreter is slow: which arm is which can't be mistaken.
-    assert all(cell["metrics"]["median_tpot_ms"]["ratio"] < 0.5 for cell in document["summary"])
+    assert all(cell["metrics"]["mean_e2el_ms"]["ratio"] < 0.5 for cell in document["summary"])
+    assert document["conditions"]["load_format"] == "dummy-scaled"
+    assert "dummy weights scaled to 1/sqrt(fan-in)" in (out / "serve-bench.md").read_text()
     assert "| 16/8 | 2 | " in (out / "serve-bench.md").read_text()
     assert (out / "serve-bench.png").read_bytes()[:4] == b"\x89PNG"
     assert not [line for line in processes() if str(folder) in line]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.util
 import time
 from dataclasses import replace
-from json import loads as load_json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from dsafuse.check import plot as check_plot
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, natural, one_of, words
-from dsafuse.serving import plot, tables
+from dsafuse.serving import memory, tables, targets
+from dsafuse.serving import plot as plots
 from dsafuse.serving.grid import cells
 from dsafuse.serving.process import Ended, Stopped, listening
 from dsafuse.serving.record import Record
-from dsafuse.serving.run import STATE, Changed, Plan, Unusable, measure, prepare, resume
+from dsafuse.serving.run import SCALED, STATE, Changed, Plan, Unusable, measure, prepare, resume
 
 MAX_TOKENS = 1 << 20
 MAX_CONCURRENCY = 4096
@@ -26,17 +26,24 @@ MAX_REPEATS = 100
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SERVERS = ("auto", "together", "in-turn")
+STATES = {"holds": "hold", "misses": "missed", "not measured": "not measured"}
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def serve_bench(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json and tokenizer.")],
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json and tokenizer; none to --read.")
+    ] = None,
     isl: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "1024",
     osl: Annotated[str, typer.Option(help="Tokens of an answer, separated by commas.")] = "256",
     concurrency: Annotated[str, typer.Option(help="Requests in flight, separated by commas.")] = "1,8,32,64",
     repeats: Annotated[int, typer.Option(help="How often each cell is measured in each arm.")] = 3,
     prompts_per_slot: Annotated[int, typer.Option(help="Prompts for each request in flight.")] = 3,
     kv_cache_dtype: Annotated[str, typer.Option(help="The engine's word: auto, fp8, fp8_ds_mla.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="vLLM's word; dummy needs no weights.")] = "auto",
+    load_format: Annotated[
+        str,
+        typer.Option(help="vLLM's word; dummy needs no weights; dummy-scaled: the same, of std 1/sqrt(fan-in)."),
+    ] = "auto",
     gpus: Annotated[
         str | None, typer.Option(help="CUDA_VISIBLE_DEVICES of both arms (0), or of off/on (0/1, 0,1/2,3).")
     ] = None,
@@ -56,11 +63,26 @@ def serve_bench(
     layers: Annotated[int, typer.Option(help="Of the model to write.")] = 24,
     heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
     commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
+    read: Annotated[
+        list[Path] | None, typer.Option(help="Show this recorded measurement, or several; nothing is served.")
+    ] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="Print one Markdown table over what is read.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw what is read into this .png, .pdf or .svg file.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Hold what is read against this TOML table of targets.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     json: output.Json = False,
 ) -> None:
     """Serve a model with and without the plugin, and compare latencies and throughput over a grid of loads."""
     start = time.monotonic()
+    if read:
+        if model is not None:
+            output.refuse(f"MODEL_DIR: got {model}, expected none with --read: nothing is served")
+        raise typer.Exit(_show(read, plot, check, as_summary=summary, as_markdown=markdown, as_json=json))
+    for name, wanted in (("--summary", summary), ("--plot", plot), ("--check", check)):
+        if wanted:
+            output.refuse(f"{name}: needs --read, the recorded measurements that it is about")
+    if model is None:
+        output.refuse("MODEL_DIR: got none, expected a folder with a config.json (or --read)")
     if write_model is not None:
         _write_model(write_model, model, layers, heads)
         return
@@ -89,12 +111,16 @@ def serve_bench(
     )
     from dsafuse.vllm import demo as bridge
 
+    if load_format == SCALED and any(word.startswith("--worker-extension-cls") for word in plan.extra):
+        output.refuse(f"--extra: has --worker-extension-cls, which --load-format {SCALED} needs for itself")
+    if load_format == SCALED and "quantization_config" in _config(plan.model):
+        output.refuse(f"--load-format: {SCALED} is for unquantised models, whose weights have no scales beside them")
     reason = bridge.why_not_here()
     if reason is not None:
         output.refuse(reason)
     before = _state(out, go_on)
-    if load_format == "dummy":
-        plan = replace(plan, weight_bytes=_dummy_bytes(plan.model / "config.json"))
+    if load_format in ("dummy", SCALED):
+        plan = replace(plan, weight_bytes=_dummy_bytes(plan.model))
     deadline = float("inf") if time_limit is None else start + time_limit
     code, record = _measured(plan, before, out, deadline)
     _write(record, out)
@@ -103,8 +129,50 @@ def serve_bench(
     elif markdown:
         output.say(tables.markdown(record))
     else:
-        _print(record, out)
+        _print(record)
+        output.say(f"written: {out / STATE}, serve-bench.md, serve-bench.png; logs beside them")
     raise typer.Exit(code)
+
+
+def _show(
+    paths: list[Path], picture: Path | None, check: Path | None, *, as_summary: bool, as_markdown: bool, as_json: bool
+) -> int:
+    """Show recorded measurements; exit code 1 if a target is missed."""
+    if picture is not None:
+        if len(paths) > 1:
+            output.refuse(f"--plot: got {len(paths)} files to --read, expected one: a picture is of one measurement")
+        if reason := check_plot.why_not():
+            output.refuse(f"--plot: {reason}")
+        if picture.suffix.lower() not in PICTURES:
+            output.refuse(f"--plot: got {picture}, expected a name that ends in one of {', '.join(PICTURES)}")
+        files.check_writable("--plot", picture)
+    wanted = [] if check is None else files.read("--check", check, targets.read_targets)
+    records = [files.read("--read", path, Record.read) for path in paths]
+    if picture is not None:
+        with output.refusing(f"--plot: {picture}"):
+            plots.plot(records[0], picture)
+    found = targets.check(records, wanted)
+    missed = [finding for finding in found if finding.state == "misses"]
+    if as_json:
+        said = [{"state": finding.state, "finding": str(finding)} for finding in found]
+        output.print_json({"records": [record.document() for record in records], "targets": said})
+        return 1 if missed else 0
+    if as_summary:
+        output.say(tables.summary(records))
+    for record in records if not as_summary else ():
+        if as_markdown:
+            output.say(tables.markdown(record))
+        else:
+            _print(record)
+    for state in ("misses", "not measured"):
+        for finding in found:
+            if finding.state == state:
+                output.say(f"{state.upper()} {finding}")
+    if wanted:
+        states = [finding.state for finding in found]
+        counted = ", ".join(f"{states.count(state)} {word}" for state, word in STATES.items())
+        output.say(f"targets by cell: {counted}")
+    return 1 if missed else 0
 
 
 def _write_model(name: str, folder: Path, layers: int, heads: int) -> None:
@@ -182,21 +250,24 @@ def _write(record: Record, out: Path) -> None:
             return
         reason = check_plot.why_not()
         if reason is None:
-            plot.plot(record, out / "serve-bench.png")
+            plots.plot(record, out / "serve-bench.png")
         else:
             output.complain(f"no picture: {reason}")
 
 
-def _print(record: Record, out: Path) -> None:
+def _print(record: Record) -> None:
     output.say(tables.origin(record))
     for plan in tables.plans(record):
         output.say(f"plugin: {plan}")
     if rows := tables.lines(record):
         output.table(None, tables.BRIEF, tables.brief(record))
         output.table(None, tables.HEADER, rows)
+    if spans := tables.first(record):
+        output.table("until the first token", tables.FIRST, spans)
+    for text in tables.compiled(record):
+        output.say(f"COMPILED WHILE MEASURED {text}")
     if record.ended != "complete":
         output.say(f"NOT COMPLETE: {record.ended}")
-    output.say(f"written: {out / STATE}, serve-bench.md, serve-bench.png; logs beside them")
 
 
 def _folder(model: Path) -> Path:
@@ -207,13 +278,16 @@ def _folder(model: Path) -> Path:
     return model.resolve()
 
 
-def _dummy_bytes(path: Path) -> int | None:
+def _config(model: Path) -> dict[str, Any]:
+    return files.read("MODEL_DIR", model / "config.json", lambda _: memory.read_config(model))
+
+
+def _dummy_bytes(model: Path) -> int | None:
     """What weights of such a config take in 16 bit; None for a family that we can't list."""
     from dsafuse.vllm import checkpoints
 
-    config = files.read("MODEL_DIR", path, lambda file: load_json(file.read_text()))
     try:
-        return 2 * checkpoints.parameter_count(checkpoints.TinyModel(path.parent.name, config))
+        return 2 * checkpoints.parameter_count(checkpoints.TinyModel(model.name, _config(model)))
     except (KeyError, TypeError):
         return None
 

@@ -93,4 +93,5 @@ def arguments(turn: Turn, url: str, model: str, prompts: int, warmups: int) -> l
         "--metric-percentiles": "50,90,99",
         "--ready-check-timeout-sec": 0,  # it would send a whole request; the server's health was asked before
     }
-    return [*(str(part) for pair in values.items() for part in pair), "--ignore-eos", "--disable-tqdm"]
+    flags = ("--ignore-eos", "--disable-tqdm", "--save-detailed")
+    return [*(str(part) for pair in values.items() for part in pair), *flags]

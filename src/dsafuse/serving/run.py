@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from dsafuse.serving.client import Client, OutOfTime
 from dsafuse.serving.grid import ARMS, OFF, ON, Cell, Turn, turns
 from dsafuse.serving.process import Ended, Process, Stopped, end_all
 from dsafuse.serving.record import Record, Result, Start, differences
-from dsafuse.serving.server import MODES, Server, free_ports, vllm_command, why_not_an_arm
+from dsafuse.serving.server import MODES, Server, Spent, free_ports, means, vllm_command, why_not_an_arm
 
 STATE = "serve-bench.json"
 POLL_SECONDS = 0.25
@@ -32,6 +32,14 @@ SHARED_UTILISATION = {1: 0.9, 2: 0.45}
 memory of two servers that start together, and count each one's for the other's."""
 HEADROOM_TOKENS = 64
 """Of --max-model-len beyond prompt and answer: a tokenizer may not give back the text's length to the token."""
+
+
+SCALED = "dummy-scaled"
+"""Our word for vLLM's dummy weights in a size that matters, which `dsafuse.vllm.dummy_weights` makes of them."""
+LOAD_FORMATS: Mapping[str, tuple[str, ...]] = {
+    SCALED: ("dummy", "--worker-extension-cls", "dsafuse.vllm.dummy_weights.Scaled"),
+}
+"""What `vllm serve --load-format` gets for a word that is not vLLM's."""
 
 
 class Unusable(Exception):
@@ -53,7 +61,7 @@ class Report(Protocol):
 class Plan:
     """What to measure.
 
-    model: a folder with config.json and tokenizer; weights unless load_format is dummy.
+    model: a folder with config.json and tokenizer; weights unless load_format is dummy or SCALED.
     gpus: what CUDA_VISIBLE_DEVICES says to each arm, off and on; None leaves it.
     in_turn: one server after the other; None leaves it to the memory.
     extra: further arguments of `vllm serve`, for both arms; the last of several wins.
@@ -82,13 +90,13 @@ class Plan:
         limit = config.get("max_position_embeddings")
         arguments = {
             "--kv-cache-dtype": self.kv_cache_dtype,
-            "--load-format": self.load_format,
             "--max-model-len": min(longest, limit) if isinstance(limit, int) else longest,
             "--max-num-seqs": max(cell.concurrency for cell in self.cells),
             "--kv-cache-memory-bytes": memory.cache_bytes(config, self.kv_cache_dtype, self.cells),
             "--gpu-memory-utilization": utilisation,
         }
         parts = [str(part) for pair in arguments.items() for part in pair]
+        parts += ["--load-format", *LOAD_FORMATS.get(self.load_format, (self.load_format,))]
         # Every prompt must be computed: each repeat would find the last one's in the cache.
         return [str(self.model), *parts, "--no-enable-prefix-caching", "--disable-uvicorn-access-log", *self.extra]
 
@@ -130,8 +138,11 @@ def prepare(plan: Plan) -> Record:
     text = (plan.model / "config.json").read_bytes()
     conditions = {
         "model": str(plan.model),
+        "heads": config["num_attention_heads"],
+        "layers": config["num_hidden_layers"],
         "config_sha256": hashlib.sha256(text).hexdigest(),
         "kv_cache_dtype": plan.kv_cache_dtype,
+        "load_format": plan.load_format,
         "prompts_per_slot": plan.prompts_per_slot,
         "gpus": list(plan.gpus),
         "in_turn": in_turn,
@@ -222,6 +233,8 @@ def _take(
             plans = server.plans()
             record.starts.append(Start(arm, server.command, MODES[arm], server.gpus, server.seconds or 0.0, plans))
             reason = why_not_an_arm(arm, plans, server.log) or _why_preempting(plan, server)
+            if plan.load_format == SCALED and not server.scaled():
+                reason = reason or f"{server.name} did not say that it scaled its dummy weights; see {server.log}"
             if reason is not None:
                 raise Unusable(reason)
         number = {arm: len(record.starts) - len(servers) + place for place, arm in enumerate(servers)}
@@ -234,15 +247,17 @@ def _take(
             report(done, work, str(turn))
             start = time.monotonic()
             prompts = plan.prompts_per_slot * turn.cell.concurrency
-            url = servers[turn.arm].url
+            server = servers[turn.arm]
             # A server meets each load at first with every slot in use: that is when kernels are compiled.
             warmups = 1 if (turn.arm, turn.cell) in warm else turn.cell.concurrency
-            asked = clients.arguments(turn, url, str(plan.model), prompts, warmups)
-            metrics = client.call(asked, check, stop)
+            asked = clients.arguments(turn, server.url, str(plan.model), prompts, warmups)
+            spent, compiled = _spent(server, check), len(server.compiled())
+            found = client.call(asked, check, stop)
             warm.add((turn.arm, turn.cell))
             took[turn.cell] = time.monotonic() - start
-            _hold(turn, metrics, prompts)
-            record.results.append(Result(turn, number[turn.arm], round(took[turn.cell], 3), metrics))
+            metrics = _hold(turn, found, prompts)
+            said = means(spent, _spent(server, check)), server.compiled()[compiled:]
+            record.results.append(Result(turn, number[turn.arm], round(took[turn.cell], 3), metrics, *said))
             record.write(out / STATE)
             done += 1
         report(done, work, "ending the servers")
@@ -272,6 +287,15 @@ def _wait(
     client.wait(check, min(stop, limit))
 
 
+def _spent(server: Server, check: Callable[[], None]) -> Spent:
+    """`Server.spent`; Ended if it died, Unusable if it does not answer."""
+    try:
+        return server.spent()
+    except OSError as error:
+        check()
+        raise Unusable(f"{server.name} did not answer for its metrics: {error}") from None
+
+
 def _why_preempting(plan: Plan, server: Server) -> str | None:
     """Why a load would be measured with requests put aside; None if the caches hold the largest."""
     tokens, needed = server.cache_tokens(), max(cell.concurrency * (cell.isl + cell.osl) for cell in plan.cells)
@@ -280,12 +304,17 @@ def _why_preempting(plan: Plan, server: Server) -> str | None:
     return f"{server.name} has caches for {tokens} tokens, and the largest load is {needed}: it would preempt requests"
 
 
-def _hold(turn: Turn, metrics: dict[str, Any], prompts: int) -> None:
-    """Raise Unusable unless every request was answered in full."""
+def _hold(turn: Turn, metrics: dict[str, Any], prompts: int) -> dict[str, Any]:
+    """The metrics. Raises Unusable, with what the server answered, unless every request was answered in full."""
     got = (metrics.get("completed"), metrics.get("failed"), metrics.get("total_output_tokens"))
     expected = (prompts, 0, prompts * turn.cell.osl)
-    if got != expected:
-        raise Unusable(f"{turn}: completed, failed, output tokens: got {got}, expected {expected}; see client.log")
+    errors = metrics["errors"]
+    if got != expected or errors:
+        said = "; ".join(errors) or "nothing"
+        raise Unusable(
+            f"{turn}: completed, failed, output tokens: got {got}, expected {expected}. The server said: {said}"
+        )
+    return {name: value for name, value in metrics.items() if name != "errors"}
 
 
 @contextmanager

