@@ -30,12 +30,14 @@ def stored(network: Network) -> dict[str, Tensor]:
 
 
 def export(network: Network, directory: Path) -> None:
-    """Write config.json, generation_config.json, the tokenizer and model.safetensors."""
+    """Write config.json, generation_config.json, the tokenizer and, whole or not at all, model.safetensors."""
     tokenizer.write(directory, network.config["max_position_embeddings"])
     generation = {name: network.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     for name, content in (("config.json", network.config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    save_file(stored(network), directory / "model.safetensors", metadata={"format": "pt"})
+    part = directory / "model.safetensors.part"
+    save_file(stored(network), part, metadata={"format": "pt"})
+    part.replace(directory / "model.safetensors")
 
 
 def load(directory: Path) -> Network:

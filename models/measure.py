@@ -13,17 +13,17 @@ from dsafuse.accuracy.tasks import TASKS
 from dsafuse.accuracy.tokenizer import EOS, IDS, encode
 from models.network import Network, Request
 
-SEED = 20_261_129
+SEED, VALIDATION = 20_261_129, 20_261_130
 
 
 @torch.no_grad()
 def accuracy(
-    network: Network, task: str, count: int, context: int, sparse: bool, at_once: int = 16
+    network: Network, task: str, count: int, context: int, sparse: bool, at_once: int = 16, seed: int = SEED
 ) -> dict[str, float]:
     """Share of problems answered right and, with an MTP layer, of answer tokens that its draft foresaw."""
     device = next(network.parameters()).device
     right = drafted = drafts = 0
-    problems = TASKS[task](SEED, count, context)
+    problems = TASKS[task](seed, count, context)
     for start in range(0, count, at_once):
         prompts = [encode(problem.prompt) for problem in problems[start : start + at_once]]
         answers = [[*encode(p.answer, bos=False), IDS[EOS]] for p in problems[start : start + at_once]]

@@ -33,11 +33,13 @@ class Request:
 @dataclass
 class Output:
     """logits: [batch, tokens, vocabulary]; draft: the same for the token behind the next one, or None;
-    index_loss: mean over layers with an indexer; hidden: [batch, tokens, hidden] behind the last norm."""
+    index_loss: mean over layers with an indexer; coverage: the least over these layers, of the share of dense
+    attention that the choice would hold; hidden: [batch, tokens, hidden] behind the last norm."""
 
     logits: Tensor
     draft: Tensor | None
     index_loss: Tensor
+    coverage: Tensor
     hidden: Tensor
 
 
@@ -64,9 +66,11 @@ def angles(tokens: int, width: int, theta: float, device: torch.device) -> tuple
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor], style: str) -> Tensor:
     """Rotate x [batch, tokens, heads, width]: pairs (2i, 2i + 1) when interleaved, (i, i + width / 2) when neox.
 
+    turn: cos and sin, [tokens, width / 2] or [batch, tokens, width / 2].
+
     The pairs leave in halves for both styles. Queries and keys do so alike, so no product changes.
     """
-    cos, sin = (part[:, None, :].to(x.dtype) for part in turn)
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in turn)
     first, second = (x[..., 0::2], x[..., 1::2]) if style == "interleaved" else x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -89,13 +93,19 @@ class Indexer(nn.Module):
         turned, plain = x.split([self.rope, self.width - self.rope], dim=-1)
         return torch.cat([rotate(turned, turn, self.style), plain], dim=-1)
 
-    def prepare(self, x: Tensor, latent: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [batch, tokens, heads, width], keys [batch, tokens, width], weights [batch, tokens, heads]."""
-        batch, tokens, _ = x.shape
-        queries = self._turned(self.wq_b(latent).view(batch, tokens, self.heads, self.width), turn)
+    def prepare(
+        self, x: Tensor, latent: Tensor, turn: tuple[Tensor, Tensor], rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [batch, rows, heads, width], keys [batch, tokens, width], weights [batch, rows, heads].
+
+        rows: [batch, rows] positions of the queries; None: all tokens.
+        """
+        seen, turn_q = (x, turn) if rows is None else (gather_rows(x, rows), (turn[0][rows], turn[1][rows]))
+        latent = latent if rows is None else gather_rows(latent, rows)
+        queries = self._turned(self.wq_b(latent).unflatten(-1, (self.heads, self.width)), turn_q)
         keys = F.layer_norm(self.wk(x).float(), (self.width,), self.k_norm.weight, self.k_norm.bias, 1e-6)
         keys = self._turned(keys.to(queries.dtype)[:, :, None], turn)[:, :, 0]
-        weights = self.weights_proj(x).float() * (self.heads * self.width) ** -0.5
+        weights = self.weights_proj(seen).float() * (self.heads * self.width) ** -0.5
         return queries, keys, weights
 
     @staticmethod
@@ -171,20 +181,22 @@ class Shared:
         self.predicted: Tensor | None = None
         self.targets: list[Tensor] = []
         self.losses: list[Tensor] = []
+        self.coverages: list[Tensor] = []
+        self.topk = 0
 
     def choose(
         self, indexer: Indexer, x: Tensor, latent: Tensor, turn: tuple[Tensor, Tensor], request: Request, topk: int
     ) -> None:
         """Run an indexer: its choice if attention is to be sparse, its prediction on the rows of its loss."""
         self.close()
-        tokens = x.shape[1]
-        queries, keys, weights = indexer.prepare(x, latent, turn)
+        self.topk = topk
         if request.sparse:
-            self.chosen = select(queries.detach(), keys.detach(), weights.detach(), topk)
+            with torch.no_grad():
+                self.chosen = select(*indexer.prepare(x, latent, turn), topk)
         if request.rows is not None:
-            rows = request.rows
-            scores = indexer.scores(gather_rows(queries, rows), keys, gather_rows(weights, rows))
-            self.predicted = scores.masked_fill(~self._allowed(rows, tokens), NO)
+            # Queries of these rows alone: with 64 heads of 128, those of all tokens would be most of a step's memory.
+            scores = indexer.scores(*indexer.prepare(x, latent, turn, request.rows))
+            self.predicted = scores.masked_fill(~self._allowed(request.rows, x.shape[1]), NO)
 
     def observe(self, q: Tensor, k: Tensor, scaling: float, rows: Tensor) -> None:
         """Note the attention distribution of a layer on the rows of the indexer's loss."""
@@ -201,6 +213,8 @@ class Shared:
             log_predicted = self.predicted.log_softmax(-1).masked_fill(target == 0, 0.0)
             entropy = torch.special.xlogy(target, target).sum(-1)
             self.losses.append((entropy - (target * log_predicted).sum(-1)).mean())
+            best = self.predicted.detach().topk(min(self.topk, target.shape[-1]), dim=-1, sorted=False).indices
+            self.coverages.append(target.gather(-1, best).sum(-1).mean())
         self.predicted, self.targets = None, []
 
     def _allowed(self, rows: Tensor, tokens: int) -> Tensor:
@@ -219,7 +233,7 @@ def select(queries: Tensor, keys: Tensor, weights: Tensor, topk: int, rows_at_on
         end = min(start + rows_at_once, tokens)
         scores = Indexer.scores(queries[:, start:end], keys[:, :end], weights[:, start:end])
         scores = scores.masked_fill(~chosen[:, start:end, :end], NO)
-        best = scores.topk(topk, dim=-1).indices
+        best = scores.topk(topk, dim=-1, sorted=False).indices
         chosen[:, start:end] = False
         chosen[:, start:end, :end].scatter_(-1, best, True)
     return chosen
@@ -312,7 +326,8 @@ class Network(nn.Module):
         if len(model.layers) > count:
             draft = self._draft(model.layers[count], embedded, hidden, turn, request, shared)
         losses = torch.stack(shared.losses).mean() if shared.losses else hidden.new_zeros(())
-        return Output(self.lm_head(hidden), draft, losses, hidden)
+        coverage = torch.stack(shared.coverages).min() if shared.coverages else hidden.new_zeros(())
+        return Output(self.lm_head(hidden), draft, losses, coverage, hidden)
 
     def _draft(
         self,

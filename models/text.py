@@ -33,15 +33,17 @@ def batch(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
 
+    # Nothing here copies from the host: a copy would wait for the step before, and leave the GPU idle meanwhile.
     def below(limit: int | Tensor, *shape: int) -> Tensor:
         # fp32 rounds up to the limit once in 2^24
-        return torch.minimum((uniform(*shape) * limit).long(), torch.as_tensor(limit, device=device) - 1)
+        return (uniform(*shape) * limit).long().clamp(max=limit - 1)
 
     items = tokens // (1 + VALUE_DIGITS) + 1
     shape = (sequences, items)
     # The share of pairs before the first question: short contexts and nearly full ones.
     opening = (0.2 + 0.79 * uniform(sequences, 1)) * min(items, words)
-    kind = torch.bucketize(uniform(*shape), torch.tensor([0.2, 0.7], device=device))
+    dice = uniform(*shape)
+    kind = (dice > 0.2).long() + (dice > 0.7).long()
     kind = torch.where(torch.arange(items, device=device) < opening.clamp(min=1), PAIR, kind)
     pairs = (kind == PAIR).cumsum(1)
     kind = torch.where((kind == PAIR) & (pairs > words), RECALL, kind)
@@ -77,7 +79,7 @@ def batch(
         dim=2,
     )
     # Where the answer of a line begins; a pair has none.
-    begins = torch.tensor([WIDEST, 2, 9], device=device)[kind]
+    begins = torch.where(kind == PAIR, WIDEST, torch.where(kind == RECALL, 2, 9))
     written = lines.gather(2, kind[..., None, None].expand(-1, -1, 1, WIDEST))[:, :, 0]
     asked = torch.where(torch.arange(WIDEST, device=device) >= begins[..., None], kind[..., None], PAIR)
     written, asked = written.flatten(1), asked.flatten(1)

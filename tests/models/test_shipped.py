@@ -70,3 +70,14 @@ def test_the_readme_has_the_recorded_command_and_its_steps(family: str) -> None:
     assert command in readme
     assert sorted(command.split()[3:]) == sorted(given)
     assert f"{facts['steps']:,}" in readme
+
+
+AIM = {"recall": 0.95, "arithmetic": 0.90}
+# A checkpoint that misses the aim. Strict: the line goes when a better one comes.
+MISS = [pytest.param("dsa-glm-small", marks=pytest.mark.xfail(strict=True, reason="recall is 91 % at 2,048 tokens"))]
+
+
+@pytest.mark.parametrize("family", [*(f for f in FAMILIES if f not in {p.values[0] for p in MISS}), *MISS])
+def test_a_checkpoint_reaches_the_aim(family: str) -> None:
+    found = recorded(family)["accuracy"]
+    assert {name: part["accuracy"] for name, part in found.items() if part["accuracy"] < AIM[name.split()[0]]} == {}
