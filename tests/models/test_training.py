@@ -83,6 +83,79 @@ def test_a_stage_ends_with_its_share_or_when_recall_is_good_enough() -> None:
     assert run.stage == 2
 
 
+def test_the_switch_waits_for_coverage_until_its_time_is_over() -> None:
+    dense = replace(SHORT.stages[1], until=0.7, enough=0.9, covered=0.8, since=0.5)
+    for progress, recall, coverage, switched in (
+        (0.60, 0.95, 0.79, False),
+        (0.60, 0.85, 0.90, False),
+        (0.49, 0.95, 0.90, False),
+        (0.60, 0.95, 0.80, True),
+        (0.70, 0.00, 0.00, True),
+    ):
+        run = trainer()
+        run.recipe = replace(SHORT, stages=(SHORT.stages[0], dense, SHORT.stages[2]))
+        run.stage, run.recall, run.coverage = 1, recall, coverage
+        run.advance(progress)
+        assert (run.stage == 2) == switched, (progress, recall, coverage)
+        # What was seen in the stage before does not end the next one.
+        assert (run.recall, run.coverage) == ((0.0, 0.0) if switched else (recall, coverage))
+
+
+def test_coverage_is_whole_while_the_choice_holds_every_token_and_less_beyond() -> None:
+    run = trainer()
+    topk = run.network.config["index_topk"]
+    for tokens, whole in ((topk, True), (4 * topk, False)):
+        ids, answers = train.text.batch(0, 0, 2, tokens, CPU)
+        rows = torch.arange(tokens).repeat(2, 1)
+        coverage = float(train.losses_of(run.network, ids, answers, rows, SHORT.stages[1], SHORT).coverage.detach())
+        assert 0.3 < coverage <= 1 + 1e-5
+        assert (coverage > 1 - 1e-5) == whole
+
+
+def test_the_best_checkpoint_stays_and_of_equals_the_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, shares = trainer(), {"recall": 0.0, "arithmetic": 0.0}
+    asked: list[tuple[str, bool, int]] = []
+
+    def measured(_: object, task: str, count: int, context: int, sparse: bool, *, seed: int) -> dict[str, float]:
+        asked.append((task, sparse, seed))
+        return {"accuracy": shares[task]}
+
+    monkeypatch.setattr(train, "accuracy", measured)
+    # The worse of the two tasks decides: what a validation finds, whether its weights are kept, what is best then.
+    for mark, (recall, arithmetic, kept, best) in enumerate(
+        (
+            (0.5, 0.9, True, 0.5),
+            (0.4, 1.0, False, 0.5),
+            (1.0, 0.4, False, 0.5),
+            (0.7, 0.5, True, 0.5),
+            (0.8, 0.6, True, 0.6),
+        )
+    ):
+        shares.update(recall=recall, arithmetic=arithmetic)
+        run.network.model.norm.weight.data.fill_(mark)
+        entry = train.keep_the_best(run, tmp_path, 4, 48)
+        found = load(tmp_path / "checkpoint").model.norm.weight.detach()
+        assert (float(found[0]) == mark) == kept
+        assert entry["best"] == run.best == best
+    # Asked sparsely, of problems that the held-out accuracy does not ask.
+    assert {each[1:] for each in asked} == {(True, train.VALIDATION)}
+    assert train.VALIDATION != SEED
+
+
+def test_a_resumed_run_knows_what_was_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trainer()
+    first.advance(0.0)
+    monkeypatch.setattr(train, "accuracy", lambda *_, **__: {"accuracy": 0.5})
+    train.keep_the_best(first, tmp_path, 4, 48)
+    kept = load(tmp_path / "checkpoint").state_dict()
+    train.save(first, tmp_path / "state.pt")
+    monkeypatch.setattr(train, "accuracy", lambda *_, **__: {"accuracy": 0.25})
+    resumed = trainer()
+    train.train(resumed, tmp_path, steps=3, validate=(4, 48))
+    assert (resumed.step, resumed.best) == (3, 0.5)
+    assert all(torch.equal(value, kept[name]) for name, value in load(tmp_path / "checkpoint").state_dict().items())
+
+
 def test_half_of_the_indexers_rows_are_where_an_answer_is_said() -> None:
     answers = torch.zeros(2, 40, dtype=torch.int64)
     answers[:, 30:34] = 1
