@@ -1,5 +1,6 @@
 """Rows: only of what is proven, with bytes counted from tensors, and read back as they were written."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from tests.check.made import indexer, latents, mla, qk, queries
 
 CPU = torch.device("cpu")
 YARDSTICKS = Yardsticks(1e12, 0.5)
-TIMES = {"fused": Spread(2.0, 1.9, 2.2), "split": Spread(5.0, 4.9, 5.5), "peer": Spread(3.0, 2.9, 3.1)}
+TIMES = {"fused": [1.9, 2.0, 2.2], "split": [4.9, 5.0, 5.5], "peer": [2.9, 3.0, 3.1]}
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def fake_timers(monkeypatch):
     monkeypatch.setattr(bench, "GraphTimer", lambda calls, *_, **__: [call() for call in calls])
     monkeypatch.setattr(bench, "eager_us", lambda calls: 20.0)
     monkeypatch.setattr(bench, "host_us", lambda calls: {name: 10.0 + 2 * len(name) for name in calls})
-    monkeypatch.setattr(bench, "interleaved", lambda timers, rounds: {name: TIMES[name] for name in timers})
+    monkeypatch.setattr(bench, "samples", lambda timers, rounds: {name: TIMES[name] for name in timers})
 
 
 def cell_of(op, tokens=2, states=("cold", "warm"), more=()):
@@ -253,6 +254,39 @@ def test_a_run_reads_back_as_written(tmp_path):
     assert records.Run.read(tmp_path / "results" / "run.json") == run
 
 
+@pytest.mark.usefixtures("fake_timers")
+def test_several_captures_give_one_median_of_all_samples(monkeypatch):
+    found, _ = arms_of("prepare_queries", ("fused",))
+    times = iter([[1.0, 1.1, 1.2], [3.0, 3.1, 3.2], [2.0, 2.1, 2.2]])
+    monkeypatch.setattr(bench, "samples", lambda timers, rounds: {"fused": next(times)})
+    case = bench_case("prepare_queries", 2, (3, 2))
+    (row,) = bench_cell(case, found, ("cold",), 0, CPU, YARDSTICKS, captures=3).rows
+    assert (row.median_us, row.captures) == (2.1, 3)
+    assert (row.p10_us, row.p90_us) == (1.1, 3.1)
+
+
+@pytest.mark.parametrize("form", ["wrapper", "model"])
+@pytest.mark.parametrize("op", ["prepare_latents", "prepare_queries"])
+def test_a_case_tells_its_form(op, form):
+    case = bench_case(op, 2, (3, 2), form)
+    assert bench.form_of(case) == form
+    assert (case.rounding == "fp32") == (form == "model")
+
+
+def test_who_is_cut_off_while_writing_leaves_the_file_before(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    records.Run.of([], 4e12, 0.6, commit="abc").write(path)
+
+    def cut(self, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        records.Run.of([], 4e12, 0.6, commit="later").write(path)
+    assert records.Run.read(path).commit == "abc"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"rows": [{"op": "x"}], "unproven": []}'])
 def test_what_is_no_run_is_refused(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
@@ -269,6 +303,21 @@ def test_a_run_says_where_it_comes_from_and_fits_a_readme():
     assert "| `prepare_qk` | 2.00 (5.00) 2.5x | 2.00 (5.00) 2.5x |" in text.splitlines()
     assert len(tables.lines(records.Run.of(rows, 4e12, 0.6))) == len(rows)
     assert all(len(line) == len(tables.HEADER) for line in tables.lines(records.Run.of(rows, 4e12, 0.6)))
+
+
+@pytest.mark.usefixtures("fake_timers")
+def test_tables_keep_the_forms_of_an_op_apart():
+    found, _ = arms_of("prepare_queries", ("fused", "split"))
+    cases = [bench_case("prepare_queries", 8, (3, 2), form) for form in ("wrapper", "model")]
+    rows = [row for case in cases for row in bench_cell(case, found, ("cold",), 0, CPU, YARDSTICKS).rows]
+    rows[2:] = [replace(row, median_us=2 * row.median_us) for row in rows[2:]]
+    run = records.Run.of(rows, 4e12, 0.6)
+    text = tables.markdown(run).splitlines()
+    assert [line for line in text if line.startswith("| `")] == [
+        "| `prepare_queries` | 2.00 (5.00) 2.5x |",
+        "| `prepare_queries` (model) | 4.00 (10.0) 2.5x |",
+    ]
+    assert [line[0] for line in tables.lines(run)] == ["prepare_queries"] * 2 + ["prepare_queries (model)"] * 2
 
 
 @pytest.mark.parametrize("op", OPS)

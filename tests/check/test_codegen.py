@@ -14,7 +14,7 @@ from dsafuse.__main__ import app
 from dsafuse.check import assembly, codegen
 from dsafuse.check.codegen import Kernel, Report
 from dsafuse.check.floors import Floors, write
-from dsafuse.kernels import launch
+from dsafuse.kernels import launch, plans
 from dsafuse.layouts import LATENT_DIM, QUERY_DIM
 from dsafuse.target import Target
 
@@ -73,7 +73,7 @@ def test_every_kernel_has_a_recorded_floor() -> None:
 @pytest.mark.parametrize("target", TESTED)
 def test_the_query_path_moves_wide_pieces(target: str) -> None:
     report = of_most_tokens(Kernel(target, "prepare_queries", "no indexer", FULL))
-    latent = launch.PLANS[Target.named(target).vendor]["attention"][-1][1].block_heads * LATENT_DIM // report.threads
+    latent = plans.PLANS[Target.named(target).vendor]["attention"][-1][1].block_heads * LATENT_DIM // report.threads
     assert sum(width * count for width, count in report.loads.items() if width >= 16) >= 2 * latent
     assert sum(width * count for width, count in report.stores.items() if width >= 8) >= latent
     if target.startswith("gfx"):
@@ -92,7 +92,7 @@ def test_the_latent_path_moves_wide_pieces(target: str) -> None:
 @pytest.mark.parametrize("target", TESTED)
 def test_every_value_is_converted_to_fp8_in_hardware(target: str) -> None:
     report = of_most_tokens(Kernel(target, "prepare_queries", "no indexer", FULL))
-    heads = launch.PLANS[Target.named(target).vendor]["attention"][-1][1].block_heads
+    heads = plans.PLANS[Target.named(target).vendor]["attention"][-1][1].block_heads
     assert report.fp8_conversions == heads * QUERY_DIM // report.threads // 2
 
 

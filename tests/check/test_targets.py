@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsafuse.check import plot
+from dsafuse.check.bench import FORMS
 from dsafuse.check.records import Row, Run
-from dsafuse.check.targets import check, not_measured, read_targets
+from dsafuse.check.targets import cells_near, check, not_measured, read_targets
 from dsafuse.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -108,11 +109,53 @@ def test_every_cell_of_the_range_counts(tmp_path):
         ({"held_to": 2.0, "argued": "docs/performance.md#x"}, "expected what misses at most 2"),
         ({"metric": "speedup", "over": "nobody"}, "over='nobody'"),
         ({"metric": "speedup_over_parts", "parts": ["x"]}, "names of ops"),
+        ({"form": "model"}, "form='model', expected one that prepare_qk has"),
+        ({"form": "no_form"}, "form='no_form'"),
+        ({"at_most": float("nan")}, "got at_most=nan, expected a positive number"),
+        ({"at_most": float("inf")}, "got at_most=inf"),
+        ({"at_most": 0}, "got at_most=0"),
+        ({"at_most": -2.0}, "got at_most=-2"),
+        ({**ARGUED, "held_to": float("nan")}, "got held_to=nan"),
+        ({**ARGUED, "held_to": float("inf")}, "got held_to=inf"),
     ],
 )
 def test_a_target_that_can_mean_nothing_is_refused(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
         targets_of(tmp_path, **{"metric": "median_us", "at_most": 2.0, **change})
+
+
+@pytest.mark.parametrize(
+    ("entry", "near", "far"),
+    [
+        ({"metric": "median_us", "at_most": 2.0}, (1.97, 2.0, 2.03), (1.94, 2.06)),
+        ({"metric": "fraction_of_copy", "at_least": 0.5}, (0.495, 0.505), (0.485, 0.515)),
+        ({"metric": "median_us", "at_most": 1.9, **ARGUED}, (1.87, 1.93, 2.17, 2.24), (2.05, 2.3)),
+    ],
+)
+def test_near_is_either_side_of_what_was_wanted_and_of_what_is_held(tmp_path, entry, near, far):
+    (target,) = targets_of(tmp_path, **entry)
+    assert [target.is_near(value) for value in (*near, *far)] == [True] * len(near) + [False] * len(far)
+
+
+def test_cells_near_a_target_are_it_and_the_parts_it_is_compared_with(tmp_path):
+    targets = targets_of(tmp_path, metric="speedup_over_parts", parts=[MLA, INDEXER], at_least=1.0)
+    parts = [row(op=op, tokens=tokens, median_us=1.0) for op in (MLA, INDEXER) for tokens in (1, 8)]
+    run = run_of(row(tokens=1, median_us=1.0), row(tokens=4, median_us=2.0), row(tokens=8, median_us=2.02), *parts)
+    assert cells_near(check(run, targets)) == {(op, "16/32", "wrapper", 8) for op in (QK, MLA, INDEXER)}
+
+
+def test_a_target_speaks_of_its_form_alone(tmp_path):
+    op = "prepare_latents"
+    run = run_of(
+        *(row(op=op, form=form, median_us=us) for form, us in (("wrapper", 1.0), ("model", 2.0))),
+        *(row(op=op, form=form, arm="split", median_us=6.0) for form in ("wrapper", "model")),
+    )
+    for form, value in (("wrapper", 6.0), ("model", 3.0)):
+        entry = {"op": op, "metric": "speedup", "over": "split", "at_least": value, "form": form}
+        (finding,) = check(run, targets_of(tmp_path, **entry))
+        assert (finding.value, finding.state) == (value, "holds")
+        assert cells_near([finding]) == {(op, "16/32", form, 8)}
+        assert str(finding).startswith(f"{op} (model) 16/32" if form == "model" else f"{op} 16/32")
 
 
 @pytest.mark.parametrize("text", ["", "target = ", "[[target]]\nop = 'prepare_qk'"])
@@ -129,6 +172,8 @@ def test_the_table_that_the_project_is_held_to():
     hosts = {target.at_most for target in targets if target.metric == "host_of_mul"}
     assert hosts == {1.75, 2.2}
     assert len(set(targets)) == len(targets)
+    forms = {form: {target.op for target in targets if target.form == form} for form in FORMS}
+    assert forms["model"] == set(FORMS["model"][0])
 
 
 def test_each_argument_is_a_heading_of_the_docs():
@@ -143,7 +188,8 @@ def test_the_page_of_performance_shows_a_recorded_run():
     page = (ROOT / "docs/performance.md").read_text()
     (shown,) = re.findall(r"<!-- (\S+), cold -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
     said = CliRunner().invoke(app, ["bench", "--read", str(ROOT / shown[0]), "--cold", "--markdown"]).stdout
-    assert shown[1].count("| `") == 10
+    rows = Run.read(ROOT / shown[0]).rows
+    assert shown[1].count("| `") == len({(row.call, row.heads) for row in rows})
     assert shown[1] in said
 
 

@@ -15,6 +15,7 @@ import dsafuse
 from dsafuse.check import codegen, plot
 from dsafuse.check import verify as checks
 from dsafuse.check.cases import ROLES
+from dsafuse.check.environment import checkout
 from dsafuse.check.records import Run
 from dsafuse.cli import files
 from dsafuse.cli.app import app
@@ -439,6 +440,23 @@ class TestVerify:
         code, document = call_json("verify", MLA, INDEXER, "--device", "cpu", "--cases", "quick", "--provider", "split")
         assert code == 0
         assert document["summary"][0]["passed"] == 2
+
+    @pytest.mark.parametrize("more", [("--commit", "abc"), ()])
+    def test_a_record_names_the_commit_that_the_caller_states(self, tmp_path, more):
+        arguments = (
+            MLA,
+            "--case",
+            "tokens=2",
+            "--device",
+            "cpu",
+            "--provider",
+            "split",
+            "--out",
+            str(tmp_path / "v.json"),
+        )
+        assert call("verify", *arguments, *more).exit_code == 0
+        found = json.loads((tmp_path / "v.json").read_text())["environment"]
+        assert (found["commit"], found["clean"]) == (("abc", None) if more else checkout())
 
     @pytest.mark.parametrize("op", ROLES)
     def test_every_op_has_a_case_of_its_own(self, op):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from dsafuse.check.arms import PROVIDERS, BenchArm, out_form
-from dsafuse.check.cases import Case
+from dsafuse.check.cases import PREPARE_LATENTS, PREPARE_QUERIES, ROLES, Case
 from dsafuse.check.inputs import Inputs
-from dsafuse.check.records import Row, Unproven
+from dsafuse.check.records import WRAPPER, Row, Unproven
 from dsafuse.check.timing import (
+    EAGER_ROUNDS,
     WARM_SETS,
     GraphTimer,
     Launch,
@@ -21,7 +23,7 @@ from dsafuse.check.timing import (
     eager_us,
     effort,
     host_us,
-    interleaved,
+    samples,
     sets_needed,
 )
 from dsafuse.check.traffic import bytes_moved
@@ -31,6 +33,17 @@ from dsafuse.check.working_sets import working_sets
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 HEADS = ((128, 64), (16, 32))
 """(attention heads, indexer heads): DeepSeek-V3.2, and GLM-5.x on four GPUs."""
+
+FORMS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    WRAPPER: (tuple(ROLES), {"query": "fp8", "layout": "fp8"}),
+    "model": (
+        (PREPARE_LATENTS, PREPARE_QUERIES),
+        {"query": "rope", "layout": "fp8_ds_mla", "rounding": "fp32"},
+    ),
+}
+"""(the ops, the fields of a case) of each form of a call. wrapper: around vLLM's attention, fp8 queries and caches.
+model: in place of its own model's two functions, as that calls them on Hopper, with its numerics: an fp8_ds_mla cache,
+whose reader takes a bf16 query in two parts, so that q_nope is not touched."""
 
 L2_STATES = ("cold", "warm")
 """cold: inputs rotate over more than twice the L2, or other memory is read between replays. warm: a few input sets come
@@ -59,10 +72,15 @@ class Cell:
     unproven: list[Unproven] = field(default_factory=list)
 
 
-def bench_case(op: str, tokens: int, heads: tuple[int, int]) -> Case:
-    """One configuration, as an engine has it: bf16 activations, fp8 queries and caches, block size 64, 2,048 top-k."""
-    own = {"heads": heads[0], "index_heads": heads[1], "query": "fp8", "layout": "fp8", "topk": "wide"}
+def bench_case(op: str, tokens: int, heads: tuple[int, int], form: str = WRAPPER) -> Case:
+    """One configuration, as an engine has it: bf16 activations, a quantised cache, block size 64, 2,048 top-k."""
+    own = {"heads": heads[0], "index_heads": heads[1], "topk": "wide", **FORMS[form][1]}
     return Case(op=op, tokens=tokens, key_outs="absent", **own)  # type: ignore[arg-type]
+
+
+def form_of(case: Case) -> str:
+    """The form that a case has."""
+    return next(form for form, (_, own) in FORMS.items() if all(getattr(case, name) == own[name] for name in own))
 
 
 def bench_cell(
@@ -72,25 +90,51 @@ def bench_cell(
     seed: int,
     device: torch.device,
     yardsticks: Yardsticks,
+    captures: int = 1,
 ) -> Cell:
-    """Prove every arm on one case, then time those that hold, interleaved. No arm's failure ends the others."""
+    """Prove every arm on one case, then time those that hold, interleaved. No arm's failure ends the others.
+
+    With several `captures` the inputs are laid out, the graphs captured and everything timed so many times; a median is
+    then one of all samples.
+    """
     cell = Cell()
-    proven = _proven_providers(case, arms, seed, device, cell)
-    moved = bytes_moved(case)
+    moved, taken, hosts = bytes_moved(case), _Samples(), _Samples()
     count = max(WARM_SETS if "warm" in states else 1, sets_needed(moved, device) if "cold" in states else 1)
-    inputs, sets = working_sets(case, count, seed, device)
-    calls = _calls(case, [arm for arm in arms if arm.name in proven], inputs, sets, cell)
-    host = _host_times(case, calls, sets[0], device) if case.tokens <= MOST_EAGER_TOKENS else {}
-    for state in states:
-        if state == "warm" and case.tokens > MOST_WARM_TOKENS:
-            continue
-        most = WARM_SETS if state == "warm" else len(sets)
-        kept = {name: (arm, launches[:most]) for name, (arm, launches) in calls.items()}
-        timers = _timers(case, kept, state, moved, device, cell)
-        for name, spread in interleaved(timers, effort(moved).rounds).items():
-            arm, launches = kept[name]
-            cell.rows.append(_row(case, arm, state, spread, moved, len(launches), host.get(name, {}), yardsticks))
+    kept = {"warm": WARM_SETS, "cold": count}
+    shown = [state for state in states if state == "cold" or case.tokens <= MOST_WARM_TOKENS]
+    proven = _proven_providers(case, arms, seed, device, cell)
+    for _ in range(captures):
+        inputs, sets = working_sets(case, count, seed, device)
+        calls = _calls(case, [arm for arm in arms if arm.name in proven], inputs, sets, cell)
+        if case.tokens <= MOST_EAGER_TOKENS:
+            hosts.add(_host_times(case, calls, sets[0], device))
+        for state in shown:
+            some = {name: (arm, launches[: kept[state]]) for name, (arm, launches) in calls.items()}
+            timers = _timers(case, some, state, moved, device, cell)
+            found = samples(timers, effort(moved).rounds)
+            taken.add({name: {state: values} for name, values in found.items()})
+    failed = {entry.arm for entry in cell.unproven} if captures > 1 else set()
+    for state in shown:
+        for arm in arms:
+            values = taken[arm.name].get(state)
+            if values and arm.name not in failed:
+                host = {name: statistics.median(each) for name, each in hosts[arm.name].items()}
+                spread = Spread.of(values)
+                cell.rows.append(_row(case, arm, state, spread, moved, kept[state], host, captures, yardsticks))
     return cell
+
+
+class _Samples(dict[str, dict[str, list[float]]]):
+    """Samples by arm and by what was sampled."""
+
+    def __missing__(self, arm: str) -> dict[str, list[float]]:
+        return self.setdefault(arm, {})
+
+    def add(self, more: dict[str, dict[str, list[float]]]) -> None:
+        """Put samples to those of the same arm and kind."""
+        for arm, kinds in more.items():
+            for kind, values in kinds.items():
+                self[arm].setdefault(kind, []).extend(values)
 
 
 def label(case: Case) -> str:
@@ -99,7 +143,8 @@ def label(case: Case) -> str:
 
 
 def _unproven(case: Case, arm: str, reasons: Sequence[str]) -> Unproven:
-    return Unproven(op=case.op, heads=label(case), tokens=case.tokens, arm=arm, reason="; ".join(reasons))
+    reason, form = "; ".join(reasons), form_of(case)
+    return Unproven(op=case.op, heads=label(case), tokens=case.tokens, arm=arm, reason=reason, form=form)
 
 
 def _proven_providers(case: Case, arms: Sequence[BenchArm], seed: int, device: torch.device, cell: Cell) -> set[str]:
@@ -147,9 +192,13 @@ def _timers(
 
 def _host_times(
     case: Case, calls: Calls, arguments: dict[str, Any], device: torch.device
-) -> dict[str, dict[str, float]]:
-    """For each arm: eager_us, host_us, beside a torch.mul; for fused through torch.ops, too."""
-    times = {}
+) -> dict[str, dict[str, list[float]]]:
+    """For each arm samples of eager_us, and host_us beside a torch.mul; for fused through torch.ops, too."""
+    times: dict[str, dict[str, list[float]]] = {name: {"eager_us": []} for name in calls}
+    for _ in range(EAGER_ROUNDS):
+        for name, (arm, launches) in calls.items():
+            with arm.context():
+                times[name]["eager_us"].append(eager_us(launches))
     for name, (arm, launches) in calls.items():
         with arm.context():
             measured: dict[str, Launch] = {"host_us": launches[0], "mul_us": eager_mul(device)}
@@ -157,7 +206,7 @@ def _host_times(
                 measured["torch_ops_us"] = out_form(case.op, arguments)
             for call in measured.values():
                 call()
-            times[name] = {"eager_us": eager_us(launches), **host_us(measured)}
+            times[name] |= {key: [value] for key, value in host_us(measured).items()}
     return times
 
 
@@ -169,10 +218,12 @@ def _row(
     moved: int,
     sets: int,
     host: dict[str, float],
+    captures: int,
     yardsticks: Yardsticks,
 ) -> Row:
     return Row(
         op=case.op,
+        form=form_of(case),
         case=case.name,
         heads=label(case),
         tokens=case.tokens,
@@ -187,6 +238,7 @@ def _row(
         fraction_of_copy=1e6 * moved / yardsticks.copy_bytes_per_s / spread.median_us,
         empty_launches=spread.median_us / yardsticks.empty_us,
         input_sets=sets,
+        captures=captures,
         eager_us=host.get("eager_us"),
         host_us=host.get("host_us"),
         mul_us=host.get("mul_us"),

@@ -17,12 +17,13 @@ COLOURS = {
     "compiled": "#999999",
     "vllm_unfused": "#cc79a7",
     "vllm_fused": "#009e73",
+    "vllm_fused_0.26": "#f0e442",
     "flashinfer": "#e69f00",
     "aiter": "#56b4e9",
 }
 """Of Okabe and Ito, which colour-blind readers can tell apart."""
 
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 PANEL_INCHES = (4.1, 3.1)
 
@@ -35,25 +36,25 @@ def why_not() -> str | None:
 
 
 def plot(run: Run, path: Path, heads: str | None = None) -> None:
-    """Draw one panel for each op at one shape (the run's first, unless named): cold solid, warm dotted."""
+    """Draw one panel for each op and form at one shape (the run's first, unless named): cold solid, warm dotted."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     heads = heads or run.rows[0].heads
     rows = [row for row in run.rows if row.heads == heads]
-    ops = list(dict.fromkeys(row.op for row in rows))
-    across = min(3, len(ops))
-    down = -(-len(ops) // across)
+    calls = list(dict.fromkeys(row.call for row in rows))
+    across = min(3, len(calls))
+    down = -(-len(calls) // across)
     figure = Figure(figsize=(PANEL_INCHES[0] * across, PANEL_INCHES[1] * down + 0.7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False, sharex=True).flatten()
-    for axes, op in zip(panels, ops):
-        _panel(axes, run, op, [row for row in rows if row.op == op])
+    for axes, call in zip(panels, calls):
+        _panel(axes, run, call, [row for row in rows if row.call == call])
     handles: dict[str, Any] = {}
-    for axes in panels[: len(ops)]:
+    for axes in panels[: len(calls)]:
         for handle, name in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(name, handle)
-    spare = panels[len(ops) :]
+    spare = panels[len(calls) :]
     for axes in spare:
         axes.axis("off")
     if len(spare):
@@ -65,7 +66,7 @@ def plot(run: Run, path: Path, heads: str | None = None) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Axes, run: Run, op: str, rows: list[Row]) -> None:
+def _panel(axes: Axes, run: Run, call: str, rows: list[Row]) -> None:
     for number, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
         colour = COLOURS.get(arm, "#000000")
         for l2, style in (("cold", "-"), ("warm", ":")):
@@ -86,7 +87,7 @@ def _panel(axes: Axes, run: Run, op: str, rows: list[Row]) -> None:
     axes.axhline(run.empty_kernel_us, color="#444444", linestyle="-.", linewidth=1.0, label="an empty launch")
     axes.set_yscale("log")
     axes.set_xscale("log", base=16)
-    axes.set_title(op, fontsize=12 if len(op) < 24 else 10)
+    axes.set_title(call, fontsize=12 if len(call) < 24 else 10)
     axes.set_xlabel("tokens", fontsize=11)
     axes.set_ylabel("us a call", fontsize=11)
     axes.set_ylim(bottom=run.empty_kernel_us / 2)

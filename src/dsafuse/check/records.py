@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsafuse.check.environment import environment, of_commit
+
+WRAPPER = "wrapper"
+"""The form of a call where nothing else is said: what a wrapper around vLLM's attention passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,15 @@ class Row:
     """What a torch.mul took, in turn with it."""
     torch_ops_us: float | None = None
     """The host's part through torch.ops."""
+    form: str = WRAPPER
+    """Of bench.FORMS."""
+    captures: int = 1
+    """How often its graphs were captured, on input sets of their own: 1, or more near a target."""
+
+    @property
+    def call(self) -> str:
+        """What was called: the op, and its form where it is not the usual one."""
+        return named(self.op, self.form)
 
     @property
     def host_of_mul(self) -> float | None:
@@ -58,9 +71,15 @@ class Unproven:
     tokens: int
     arm: str
     reason: str
+    form: str = WRAPPER
 
     def __str__(self) -> str:
-        return f"{self.op} {self.heads} T={self.tokens}, {self.arm}: {self.reason}"
+        return f"{named(self.op, self.form)} {self.heads} T={self.tokens}, {self.arm}: {self.reason}"
+
+
+def named(op: str, form: str) -> str:
+    """An op and its form, as tables and sentences have them."""
+    return op if form == WRAPPER else f"{op} ({form})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +100,8 @@ class Run:
     unproven: tuple[Unproven, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
     """Arms that could not be called, and why."""
+    unreached: int = 0
+    """Cells that were asked for, or were to be timed again, and that it did not come to: the run was cut short."""
 
     @staticmethod
     def of(
@@ -114,9 +135,19 @@ class Run:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """Write the run's JSON file."""
+        """Write the run's JSON file, in one step where it can be: who is cut off meanwhile leaves the one before."""
+        path = Path(os.path.realpath(path))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.record(), indent=1) + "\n")
+        text = json.dumps(self.record(), indent=1) + "\n"
+        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+            path.write_text(text)
+            return
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def read(path: Path) -> Run:
@@ -129,10 +160,10 @@ class Run:
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: no recorded run of this version: {error}") from None
 
-    def row(self, op: str, heads: str, tokens: int, arm: str, l2: str) -> Row | None:
+    def row(self, op: str, heads: str, tokens: int, arm: str, l2: str, form: str = WRAPPER) -> Row | None:
         """The row of one cell."""
-        wanted = (op, heads, tokens, arm, l2)
-        return next((r for r in self.rows if (r.op, r.heads, r.tokens, r.arm, r.l2) == wanted), None)
+        wanted = (op, heads, tokens, arm, l2, form)
+        return next((r for r in self.rows if (r.op, r.heads, r.tokens, r.arm, r.l2, r.form) == wanted), None)
 
 
 def origin(run: Run) -> str:

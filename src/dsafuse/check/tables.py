@@ -20,9 +20,9 @@ def lines(run: Run) -> list[tuple[str, ...]]:
 
 
 def _line(run: Run, row: Row) -> tuple[str, ...]:
-    fused = run.row(row.op, row.heads, row.tokens, "fused", row.l2)
+    fused = run.row(row.op, row.heads, row.tokens, "fused", row.l2, row.form)
     return (
-        row.op,
+        row.call,
         row.heads,
         str(row.tokens),
         row.l2,
@@ -62,15 +62,17 @@ def markdown(run: Run, l2: str = "cold", tokens: Sequence[int] | None = None) ->
             "| op | " + " | ".join(f"T = {t}" for t in columns) + " |",
             "|---|" + "---|" * len(columns),
         ]
-        for op in _ordered(row.op for row in run.rows if row.heads == heads):
-            cells = [_cell(run, op, heads, t, l2) for t in columns]
-            found.append(f"| `{op}` | " + " | ".join(cells) + " |")
+        calls = {row.call: row for row in run.rows if row.heads == heads}
+        for call, row in calls.items():
+            cells = [_cell(run, row, t, l2) for t in columns]
+            name = f"`{row.op}`" + call.removeprefix(row.op)
+            found.append(f"| {name} | " + " | ".join(cells) + " |")
         found.append("")
     return "\n".join(found)
 
 
-def _cell(run: Run, op: str, heads: str, tokens: int, l2: str) -> str:
-    fused, split = (run.row(op, heads, tokens, arm, l2) for arm in ("fused", "split"))
+def _cell(run: Run, of: Row, tokens: int, l2: str) -> str:
+    fused, split = (run.row(of.op, of.heads, tokens, arm, l2, of.form) for arm in ("fused", "split"))
     if fused is None:
         return "not measured"
     if split is None:

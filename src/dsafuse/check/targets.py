@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dsafuse.check.arms import arm_names
-from dsafuse.check.bench import L2_STATES
-from dsafuse.check.records import Row, Run
+from dsafuse.check.bench import FORMS, L2_STATES
+from dsafuse.check.records import WRAPPER, Row, Run, named
 from dsafuse.registry import OPS
 
 METRICS = ("median_us", "fraction_of_copy", "host_of_mul", "speedup", "eager_speedup", "speedup_over_parts")
 """Of a row: microseconds; fraction of copy bandwidth; host time over a torch.mul's. Against another arm: its median, or
 its eager time, over the row's. Against `parts`: the sum of their medians over the row's."""
+
+NEAR = 0.02
+"""How near to a bound, on either side, a value is too near to tell by one capture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class Target:
     metric: str
     at_most: float | None = None
     at_least: float | None = None
+    form: str = WRAPPER
+    """Of bench.FORMS."""
     arm: str = "fused"
     over: str | None = None
     """The other arm of a speedup."""
@@ -50,6 +56,11 @@ class Target:
             return "holds"
         return "argued" if self._within(value, self.held_to) else "misses"
 
+    def is_near(self, value: float) -> bool:
+        """Whether a value lies so near to a bound that it might lie on its other side the next time."""
+        bounds = (self.at_most, self.at_least, self.held_to)
+        return any(abs(value - bound) <= NEAR * abs(bound) for bound in bounds if bound is not None)
+
     def _within(self, value: float, bound: float | None) -> bool:
         return bound is not None and (value <= bound if self.at_least is None else value >= bound)
 
@@ -57,7 +68,7 @@ class Target:
         against = f" over {self.over}" if self.over else f" over {' + '.join(self.parts)}" if self.parts else ""
         first, last = self.tokens
         held = "" if self.held_to is None else f" (held to {self.held_to:g}, {self.argued})"
-        cells = f"{self.op} {self.heads} T={first}..{last} {self.l2}, {self.arm}"
+        cells = f"{named(self.op, self.form)} {self.heads} T={first}..{last} {self.l2}, {self.arm}"
         return f"{cells}: {self.metric}{against} {self.bound}{held}"
 
 
@@ -100,10 +111,16 @@ def _target(path: Path, number: int, entry: dict[str, object]) -> Target:
         target = Target(**values)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
-    choices = {"op": tuple(OPS), "metric": METRICS, "l2": L2_STATES, "arm": arm_names()}
+    choices = {"op": tuple(OPS), "metric": METRICS, "l2": L2_STATES, "arm": arm_names(), "form": tuple(FORMS)}
     for key, allowed in choices.items():
         if getattr(target, key) not in allowed:
             raise ValueError(f"{where}: got {key}={getattr(target, key)!r}, expected one of {', '.join(allowed)}")
+    if target.op not in FORMS[target.form][0]:
+        raise ValueError(f"{where}: got form={target.form!r}, expected one that {target.op} has")
+    for key in ("at_most", "at_least", "held_to"):
+        bound = getattr(target, key)
+        if isinstance(bound, (int, float)) and not (math.isfinite(bound) and bound > 0):
+            raise ValueError(f"{where}: got {key}={bound}, expected a positive number")
     if (target.at_most is None) == (target.at_least is None):
         raise ValueError(f"{where}: expected one of at_most and at_least")
     if (target.held_to is None) != (target.argued is None):
@@ -124,6 +141,16 @@ def check(run: Run, targets: Sequence[Target]) -> list[Finding]:
     return [finding for target in targets for finding in _findings(run, target)]
 
 
+def cells_near(findings: Sequence[Finding]) -> set[tuple[str, str, str, int]]:
+    """(op, heads, form, tokens) of every cell whose value is near a bound, and of the parts it was compared with."""
+    found = set()
+    for finding in findings:
+        target, tokens, value = finding.target, finding.tokens, finding.value
+        if tokens is not None and value is not None and target.is_near(value):
+            found |= {(op, target.heads, target.form, tokens) for op in (target.op, *target.parts)}
+    return found
+
+
 def not_measured(findings: Sequence[Finding]) -> Iterator[str]:
     """The targets that have cells without a value, a sentence each."""
     unknown: dict[Target, list[int | None]] = {}
@@ -142,7 +169,7 @@ def _findings(run: Run, target: Target) -> Iterator[Finding]:
     if not counts:
         yield Finding(target, None, None)
     for tokens in counts:
-        row = run.row(target.op, target.heads, tokens, target.arm, target.l2)
+        row = run.row(target.op, target.heads, tokens, target.arm, target.l2, target.form)
         yield Finding(target, tokens, None if row is None else _value(run, target, row))
 
 
@@ -152,10 +179,10 @@ def _value(run: Run, target: Target, row: Row) -> float | None:
         value: float | None = getattr(row, target.metric)
         return value
     if target.metric == "speedup_over_parts":
-        parts = [run.row(part, row.heads, row.tokens, row.arm, row.l2) for part in target.parts]
+        parts = [run.row(part, row.heads, row.tokens, row.arm, row.l2, row.form) for part in target.parts]
         times = [part.median_us for part in parts if part is not None]
         return sum(times) / row.median_us if len(times) == len(target.parts) else None
-    other = run.row(row.op, row.heads, row.tokens, target.over or "", row.l2)
+    other = run.row(row.op, row.heads, row.tokens, target.over or "", row.l2, row.form)
     if other is None:
         return None
     if target.metric == "speedup":

@@ -29,6 +29,11 @@ COPY_BYTES = 4_000_000_000
 HOST_CALLS = 100
 HOST_ROUNDS = 7
 
+EAGER_CALLS = 50
+EAGER_ROUNDS = 9
+UNTIMED_CALLS = 2
+"""Before each round of eager calls, since another arm's calls came between."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -122,28 +127,32 @@ def _ballast(device: torch.device) -> torch.Tensor:
     return torch.zeros(l2_bytes(device) // 2 + 1, dtype=torch.int32, device=device)
 
 
-def interleaved(timers: dict[str, GraphTimer], rounds: int = ROUNDS) -> dict[str, Spread]:
+def samples(timers: dict[str, GraphTimer], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Replay the timers in turn, the order reversed every other round, so that drift meets all of them alike."""
-    samples: dict[str, list[float]] = {name: [] for name in timers}
+    taken: dict[str, list[float]] = {name: [] for name in timers}
     for timer in timers.values():
         timer.replay_us()
     for round_ in range(rounds):
         for name in list(timers)[:: 1 if round_ % 2 else -1]:
-            samples[name].append(timers[name].replay_us())
-    return {name: Spread.of(values) for name, values in samples.items()}
+            taken[name].append(timers[name].replay_us())
+    return taken
 
 
-def eager_us(calls: Sequence[Launch], rounds: int = 5, count: int = 50) -> float:
-    """Microseconds per eager call, queue drained at the end: the longer of host and GPU time."""
-    samples = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for i in range(count):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
-        samples.append(1e6 * (time.perf_counter() - started) / count)
-    return statistics.median(samples)
+def interleaved(timers: dict[str, GraphTimer], rounds: int = ROUNDS) -> dict[str, Spread]:
+    """The same, summarised."""
+    return {name: Spread.of(values) for name, values in samples(timers, rounds).items()}
+
+
+def eager_us(calls: Sequence[Launch], count: int = EAGER_CALLS) -> float:
+    """Microseconds per eager call of one round, queue drained at the end: the longer of host and GPU time."""
+    for call in calls[:UNTIMED_CALLS]:
+        call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for i in range(count):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - started) / count
 
 
 def host_us(calls: dict[str, Launch], rounds: int = HOST_ROUNDS, count: int = HOST_CALLS) -> dict[str, float]:
@@ -151,16 +160,16 @@ def host_us(calls: dict[str, Launch], rounds: int = HOST_ROUNDS, count: int = HO
 
     The calls are interleaved, since what a host takes for anything drifts by tens of percent.
     """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             torch.cuda.synchronize()
             started = time.perf_counter()
             for _ in range(count):
                 call()
-            samples[name].append(1e6 * (time.perf_counter() - started) / count)
+            taken[name].append(1e6 * (time.perf_counter() - started) / count)
     torch.cuda.synchronize()
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def eager_mul(device: torch.device) -> Launch:

@@ -10,6 +10,13 @@ from dsafuse.check.cases import Case
 from dsafuse.check.inputs import Inputs, blank_outputs, draw_inputs
 
 
+def alias(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """A tensor of its own, no view, of the same shape, strides and offset on the same memory, or on `storage`."""
+    new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage() if storage is None else storage
+    return new.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def copy_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same call on copied storages; tensors that shared one still do, and all strides and offsets stay."""
     copies: dict[int, torch.UntypedStorage] = {}
@@ -20,8 +27,7 @@ def copy_of(arguments: dict[str, Any]) -> dict[str, Any]:
         storage = value.untyped_storage()
         if storage.data_ptr() not in copies:
             copies[storage.data_ptr()] = storage.clone()
-        new = torch.empty(0, dtype=value.dtype, device=value.device)
-        return new.set_(copies[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
+        return alias(value, copies[storage.data_ptr()])
 
     return {name: copied(value) for name, value in arguments.items()}
 

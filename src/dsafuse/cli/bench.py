@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +17,21 @@ import typer
 from dsafuse.check import plot as plots
 from dsafuse.check import tables
 from dsafuse.check.arms import BenchArm, arm_names, arms_of
-from dsafuse.check.bench import HEADS, L2_STATES, TOKENS, Yardsticks, bench_case, bench_cell
+from dsafuse.check.bench import (
+    FORMS,
+    HEADS,
+    L2_STATES,
+    TOKENS,
+    Cell,
+    Yardsticks,
+    bench_case,
+    bench_cell,
+    form_of,
+    label,
+)
 from dsafuse.check.cases import Case
-from dsafuse.check.records import Row, Run, Unproven, origin
-from dsafuse.check.targets import Target, not_measured, read_targets
+from dsafuse.check.records import Run, named, origin
+from dsafuse.check.targets import NEAR, Target, cells_near, not_measured, read_targets
 from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
 from dsafuse.cli import files, output
@@ -25,6 +41,8 @@ MAX_TOKENS = 65536
 MAX_HEADS = 256
 PICTURES = (".png", ".pdf", ".svg")
 DEFAULT_TOKENS = ",".join(map(str, TOKENS))
+NEAR_CAPTURES = 3
+"""How often the graphs of a cell are captured again whose value lies near a target."""
 DEFAULT_HEADS = ",".join(f"{heads}/{index_heads}" for heads, index_heads in HEADS)
 
 
@@ -62,8 +80,9 @@ def bench(
     if read is not None:
         run = files.read("--read", read, _read_run)
     else:
-        cases = [bench_case(name, t, pair) for name in names for pair in head_pairs for t in token_counts]
-        run = _timed(cases, asked, states, seed, commit)
+        calls = [(name, form) for form, (ops, _) in FORMS.items() for name in names if name in ops]
+        cases = [bench_case(name, t, pair, form) for name, form in calls for pair in head_pairs for t in token_counts]
+        run = _timed(cases, asked, states, seed, commit, targets, out)
     if out is not None:
         with output.refusing(f"--out: {out}"):
             run.write(out)
@@ -71,12 +90,25 @@ def bench(
         with output.refusing(f"--plot: {plot}"):
             plots.plot(run, plot)
     missed = _show(run, targets, as_json=json, as_markdown=states if markdown else [])
-    raise typer.Exit(1 if missed or run.unproven else 0)
+    raise typer.Exit(1 if missed or run.unproven or run.unreached else 0)
 
 
-def _timed(cases: list[Case], asked: tuple[str, ...] | None, states: list[str], seed: int, commit: str | None) -> Run:
+def _timed(
+    cases: list[Case],
+    asked: tuple[str, ...] | None,
+    states: list[str],
+    seed: int,
+    commit: str | None,
+    targets: list[Target],
+    out: Path | None,
+) -> Run:
+    """Time every case; then those near a target again, longer, whichever side they were on: that is what counts.
+
+    What there is goes to `out` after each group of cells, and when a signal ends the run.
+    """
     if not torch.cuda.is_available():
         output.refuse("bench needs a GPU, and torch sees none on this machine")
+    began = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     arms: dict[str, list[BenchArm]] = {}
     absent: dict[str, str] = {}
@@ -84,19 +116,60 @@ def _timed(cases: list[Case], asked: tuple[str, ...] | None, states: list[str], 
         arms[name], missing = arms_of(name, asked)
         absent.update(missing)
     yardsticks = Yardsticks(copy_bandwidth(device), empty_kernel_us(device))
-    rows: list[Row] = []
-    unproven: list[Unproven] = []
-    with output.progress() as bar:
+    cells: dict[Case, Cell] = {}
+    near: list[Case] | None = None
+    """Those timed again; unknown until all have been timed once."""
+    repeated: set[Case] = set()
+
+    def run_so_far() -> Run:
+        rows = [row for cell in cells.values() for row in cell.rows]
+        failed = [entry for cell in cells.values() for entry in cell.unproven]
+        run = Run.of(rows, yardsticks.copy_bytes_per_s, yardsticks.empty_us, commit, failed, absent)
+        return replace(run, unreached=len(cases) - len(cells) + len(near or ()) - len(repeated))
+
+    def keep(said: str) -> None:
+        bar.console.print(f"[{time.monotonic() - began:4.0f} s] {said}", markup=False, soft_wrap=True, highlight=False)
+        if out is not None:
+            with output.refusing(f"--out: {out}"):
+                run_so_far().write(out)
+
+    def time_groups(some: list[Case], captures: int) -> None:
+        again = ", again" if captures > 1 else ""
+        for (op, form, heads), group in groupby(some, lambda case: (case.op, form_of(case), label(case))):
+            counts = []
+            for case in group:
+                bar.update(task, description=f"bench {case.op} T={case.tokens} H={heads}{again}")
+                cells[case] = bench_cell(case, arms[op], states, seed, device, yardsticks, captures)
+                if captures > 1:
+                    repeated.add(case)
+                for entry in cells[case].unproven:
+                    bar.console.print(f"not timed, since it is not proven: {entry}", markup=False, soft_wrap=True)
+                counts.append(str(case.tokens))
+                bar.advance(task)
+            keep(f"{named(op, form)} {heads}{again}: T = {', '.join(counts)}")
+
+    with output.progress() as bar, _interrupted_by_sigterm():
         task = bar.add_task("bench", total=len(cases))
-        for case in cases:
-            bar.update(task, description=f"bench {case.op} T={case.tokens} H={case.heads}/{case.index_heads}")
-            cell = bench_cell(case, arms[case.op], states, seed, device, yardsticks)
-            for entry in cell.unproven:
-                bar.console.print(f"not timed, since it is not proven: {entry}", markup=False, soft_wrap=True)
-            rows += cell.rows
-            unproven += cell.unproven
-            bar.advance(task)
-    return Run.of(rows, yardsticks.copy_bytes_per_s, yardsticks.empty_us, commit, unproven, absent)
+        try:
+            keep(f"arms loaded: {', '.join(dict.fromkeys(arm.name for some in arms.values() for arm in some))}")
+            time_groups(cases, 1)
+            close = cells_near(check_targets(run_so_far(), targets))
+            near = [case for case in cases if (case.op, label(case), form_of(case), case.tokens) in close]
+            bar.update(task, total=len(cases) + len(near))
+            time_groups(near, NEAR_CAPTURES)
+        except KeyboardInterrupt:
+            keep("interrupted")
+    return run_so_far()
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """What a time limit sends interrupts as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[str]) -> bool:
@@ -114,6 +187,11 @@ def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[s
     else:
         output.say(origin(run))
         output.table(None, tables.HEADER, tables.lines(run))
+    again = {(row.call, row.heads, row.tokens) for row in run.rows if row.captures > 1}
+    if again:
+        output.say(f"{len(again)} cells lay within {NEAR:.0%} of a target; they were timed again, on several captures")
+    if run.unreached:
+        output.say(f"INCOMPLETE: the run was cut short, {run.unreached} cells before its end")
     for arm, reason in run.absent.items():
         output.say(f"{arm} was not timed: {reason}")
     for entry in run.unproven:

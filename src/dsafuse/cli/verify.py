@@ -10,7 +10,7 @@ import typer
 
 from dsafuse.check import verify as checks
 from dsafuse.check.cases import Case
-from dsafuse.check.environment import environment
+from dsafuse.check.environment import environment, of_commit
 from dsafuse.check.sets import SETS
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import Ops, device_named, one_of, op_names
@@ -28,6 +28,7 @@ def verify(
     provider: Annotated[str | None, typer.Option(help="Only this one; default: all that accept.")] = None,
     case: Annotated[str | None, typer.Option(help="Only this case, by the name that a failure prints.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write what --json prints to this file, too.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     json: output.Json = False,
 ) -> None:
     """Run every provider against the oracle, and compare bytes: outputs, caches, and all that was not to change."""
@@ -49,7 +50,7 @@ def verify(
         "device": str(where),
         "cases": cases if case is None else case,
         "seed": seed,
-        "environment": environment(),
+        "environment": of_commit(environment(), commit),
         "summary": [_record(summary) for summary in summaries],
         "failures": [result.record() for result in failed],
     }

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,8 +65,8 @@ PEER_MODULES = ("compiled", "vllm_unfused", "vllm_fused", "flashinfer_append", "
 
 def peers() -> dict[str, Peer]:
     """Every peer by its name."""
-    found = (importlib.import_module(f"{__name__}.{module}").PEER for module in PEER_MODULES)
-    return {peer.name: peer for peer in found}
+    modules = [importlib.import_module(f"{__name__}.{module}") for module in PEER_MODULES]
+    return {peer.name: peer for module in modules for peer in module.PEERS}
 
 
 def needs_gpu() -> str | None:
@@ -84,3 +86,24 @@ def why_not_importable(module: str) -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return f"{module} can't be imported here: {error}"
     return None
+
+
+@contextmanager
+def standing_in(root: str, modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """While others' files load: `modules` in place of the package `root`. What of it was imported before is back
+    afterwards, and what was imported meanwhile is gone.
+    """
+    hidden = _of_package(root)
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in _of_package(root):
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _of_package(root: str) -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == root}

@@ -75,11 +75,13 @@ def bind(case: Case, a: dict[str, Any]) -> Bound:
     return Bound(lambda: function(**options), outputs)
 
 
-PEER = Peer(
-    name="flashinfer",
-    ops=frozenset({MLA}),
-    available=available,
-    version=version,
-    bind=bind,
-    differs="multiplies by a scale that the host knows; nothing is rounded after RoPE; latents and rotary parts split",
+PEERS = (
+    Peer(
+        name="flashinfer",
+        ops=frozenset({MLA}),
+        available=available,
+        version=version,
+        bind=bind,
+        differs="multiplies by a scale that the host knows; nothing is rounded after RoPE; latent and RoPE parts split",
+    ),
 )

