@@ -1,6 +1,8 @@
 """Six faults of the kind that engines have shipped, put into the fused path: who sees them?
 
-    python -m benchmarks.sabotage [MODEL_DIR] [--fault NAME]... [--quick] [--context 384,2048] [--out FILE]
+    python -m benchmarks.sabotage [MODEL_DIR] [--fault NAME]... [--quick] [--problems 100] [--context 384,2048]
+                                  [--at-once 4] [--out FILE]
+    python -m benchmarks.sabotage --read FILE
 
 Each fault wraps the fused ops where they are called, by `dsafuse verify` and by vLLM alike: it changes what goes in or
 what has come out. The product has no switch for that; the process of the fused arm is started from here. The oracle,
@@ -13,19 +15,24 @@ import argparse
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dsafuse import switches
 from dsafuse.check import verify
 from dsafuse.check.cases import INDEXER, MLA, PREPARE_QK
+from dsafuse.check.environment import environment, of_commit
 from dsafuse.numerics import RopeStyle, rotate
 from dsafuse.registry import OPS, Op
+
+if TYPE_CHECKING:
+    from dsafuse.accuracy.evaluate import Settings
 
 NONE = "none"
 MEMORY = 0.6
@@ -172,18 +179,14 @@ def verified(fault: Fault, device: torch.device, quick: bool) -> dict[str, Any]:
     }
 
 
-def evaluated(names: Sequence[str], model: Path, **changes: Any) -> dict[str, list[dict[str, Any]]]:
-    """What `dsafuse eval` says: the un-fused arm once, and a fused arm for every fault."""
+def evaluated(names: Sequence[str], settings: Settings) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """What `dsafuse eval` says: the un-fused arm once, and a fused arm for every fault; and which arms ended badly."""
     from rich.console import Console
 
     from dsafuse.accuracy import evaluate
-    from dsafuse.accuracy.model import read
     from dsafuse.vllm import demo_view
     from dsafuse.vllm.arms import UNFUSED
 
-    checkpoint = read(model)
-    settings = evaluate.settings_for(checkpoint, [evaluate.Cell("auto")], quick=changes.pop("quick"))
-    settings = replace(settings, **{key: value for key, value in changes.items() if value is not None})
     asked = evaluate.questions(settings)
     with ExitStack() as stack, demo_view.progress(Console(stderr=True)) as report:
         made: dict[str, Any] = {}
@@ -195,8 +198,6 @@ def evaluated(names: Sequence[str], model: Path, **changes: Any) -> dict[str, li
                 fused.name = name
                 fused.command = ["-m", "benchmarks.sabotage", "--arm", name]
         wrong = evaluate.serve_arms(settings, list(made.values()), report)
-    for problem in wrong:
-        sys.stderr.write(f"{problem}\n")
     found = {}
     for name in names:
         cells = [cell for cell in settings.cells if cell in made[UNFUSED].results and cell in made[name].results]
@@ -205,7 +206,7 @@ def evaluated(names: Sequence[str], model: Path, **changes: Any) -> dict[str, li
             for cell in cells
         ]
         found[name] = [each.record() for each in compared]
-    return found
+    return found, wrong
 
 
 def verdicts(record: dict[str, Any]) -> dict[str, bool]:
@@ -221,7 +222,7 @@ def verdicts(record: dict[str, Any]) -> dict[str, bool]:
 
 
 def markdown(records: dict[str, dict[str, Any]]) -> str:
-    """The table of docs/accuracy.md."""
+    """The table of docs/accuracy.md, from a record's faults."""
     lines = [
         "| fault | `verify`: failed | un-fused, % | fused, % | lost/gained | p | answers differ | accuracy alone |",
         "|---|---|---|---|---|---|---|---|",
@@ -237,8 +238,16 @@ def markdown(records: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def right(record: dict[str, Any]) -> bool:
+    """Whether `verify` catches every fault and lets the path as it is pass, which was fused at every step."""
+    faults = record["faults"]
+    served = record["model"] is None or (not record["problems"] and all(each["eval"] for each in faults.values()))
+    passed = not any(cell["problems"] for cell in faults.get(NONE, {}).get("eval", ()))
+    return served and passed and all(each["seen_by"]["verify"] == (name != NONE) for name, each in faults.items())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 if `verify` catches every fault and lets the path as it is pass."""
+    """Exit code 0 if a run is `right`, 1 if not, 2 for arguments that can't be."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sabotage", description=__doc__.splitlines()[0])
     parser.add_argument(
         "model", nargs="?", type=Path, help="a folder with a DSA model; without it only verify is asked"
@@ -248,8 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where verify runs; default: a GPU if there is one")
     parser.add_argument("--problems", type=int, help="problems of each task at each context")
     parser.add_argument("--context", help="tokens of a prompt, separated by commas")
+    parser.add_argument("--at-once", type=int, help="arms side by side; default: 2 on a CPU, 1 on a GPU")
     parser.add_argument("--logs", type=Path, help="folder for the arms' logs")
-    parser.add_argument("--time-limit", type=float, help="seconds for all arms")
+    parser.add_argument("--time-limit", type=float, help="seconds; then arms are stopped, and the run has failed")
+    parser.add_argument("--commit", help="the commit under test, if it is not the checkout's")
+    parser.add_argument("--read", type=Path, help="print the table of this recorded run")
     parser.add_argument("--out", type=Path, help="write JSON to this file")
     parser.add_argument("--arm", choices=list(FAULTS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -259,32 +271,78 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sabotaged(FAULTS[options.arm]):
             arm.main()
         return 0
+    if options.read is not None:
+        try:
+            record = json.loads(options.read.read_text())
+            sys.stdout.write(markdown(record["faults"]) + "\n")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            parser.error(f"--read: {options.read}: {error}")
+        return 0 if right(record) else 1
     names = options.fault or list(FAULTS)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    records: dict[str, dict[str, Any]] = {}
+    settings = None if options.model is None else asked_for(options, parser.error)
+    faults: dict[str, dict[str, Any]] = {}
+    start = time.monotonic()
     for name in names:
-        records[name] = {"like": FAULTS[name].like, "verify": verified(FAULTS[name], device, options.quick)}
-        v = records[name]["verify"]
+        faults[name] = {"like": FAULTS[name].like, "verify": verified(FAULTS[name], device, options.quick)}
+        v = faults[name]["verify"]
         sys.stderr.write(f"verify, {name}: {v['failed']} of {v['cases']} cases failed; {v['first'] or ''}\n")
-    if options.model is not None:
-        contexts = options.context and tuple(map(int, options.context.split(",")))
-        settings = {
+    sys.stderr.write(f"verify: {time.monotonic() - start:.0f} s\n")
+    problems: list[str] = []
+    if settings is not None:
+        left = max(1.0, settings.seconds - (time.monotonic() - start))
+        found, problems = evaluated(names, replace(settings, seconds=left))
+        for name, cells in found.items():
+            faults[name]["eval"] = cells
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    for each in faults.values():
+        each["seen_by"] = verdicts(each)
+    record = {
+        **(described(settings) if settings else {"model": None}),
+        "verify_device": str(device),
+        "faults": faults,
+        "problems": problems,
+        "seconds": time.monotonic() - start,
+        "environment": of_commit(environment(), options.commit),
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    sys.stdout.write(markdown(faults) + "\n")
+    return 0 if right(record) else 1
+
+
+def asked_for(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> Settings:
+    """The settings of `dsafuse eval` that the options mean."""
+    from dsafuse.accuracy import evaluate
+    from dsafuse.accuracy.model import read
+
+    try:
+        settings = evaluate.settings_for(read(options.model), [evaluate.Cell("auto")], quick=options.quick)
+        changes = {
             "problems": options.problems,
-            "contexts": contexts,
+            "contexts": options.context and tuple(map(int, options.context.split(","))),
             "logs": options.logs,
             "seconds": options.time_limit,
             "memory": MEMORY,
         }
-        for name, cells in evaluated(names, options.model, quick=options.quick, **settings).items():
-            records[name]["eval"] = cells
-    for record in records.values():
-        record["seen_by"] = verdicts(record)
-    if options.out is not None:
-        options.out.write_text(json.dumps(records, indent=1) + "\n")
-    sys.stdout.write(markdown(records) + "\n")
-    served = options.model is None or all(record["eval"] for record in records.values())
-    right = all(record["seen_by"]["verify"] == (name != NONE) for name, record in records.items())
-    return 0 if served and right else 1
+        settings = replace(settings, **{key: value for key, value in changes.items() if value is not None})
+        evaluate.questions(replace(settings, problems=1))
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    if options.at_once is None:
+        return settings
+    if options.at_once < 1:
+        refuse(f"--at-once: got {options.at_once}, expected an integer of at least 1")
+    cuda = settings.device == "cuda"
+    return evaluate.share_gpu(settings, options.at_once) if cuda else replace(settings, at_once=options.at_once)
+
+
+def described(settings: Settings) -> dict[str, Any]:
+    """What was served, as a record has it."""
+    names = ("device", "dtype", "provider", "interpret_up_to", "seed", "tasks", "contexts", "problems", "at_once")
+    own = {("problems_of_each" if name == "problems" else name): getattr(settings, name) for name in names}
+    return {"model": settings.model.name, "index_topk": settings.model.index_topk, **own}
 
 
 if __name__ == "__main__":

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed (requirements/vllm-cpu.txt)")
 
-from dsafuse.accuracy import evaluate, report, tokenizer
+from dsafuse.accuracy import evaluate, oracle, report, tokenizer
 from dsafuse.accuracy.evaluate import Cell, Question, Settings
 from dsafuse.accuracy.model import Model, read
 from dsafuse.accuracy.tasks import Problem
 from dsafuse.vllm import arms
 from tests.accuracy.conftest import LONGEST, needs_vllm, write
 
+MODELS = Path(__file__).parents[2] / "models"
 OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "", "reasons": []}
 PLANS = [{"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP}]
 STEPS = [0.1, 0.1, 0.1]
@@ -152,6 +160,7 @@ def test_tables_and_markdown_tell_the_same(settings: Settings) -> None:
         (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda m: (m / "config.json").write_text("{}"), "has no index_topk"),
         (lambda m: (m / "config.json").unlink(), "No such file"),
+        (lambda m: (m / "model.safetensors").unlink(), "has no *.safetensors"),
     ],
 )
 def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, spoil: Any, refusal: str) -> None:
@@ -174,6 +183,7 @@ def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, s
         (["--memory", "1.5"], "--memory: got 1.5, expected more than 0 and at most 1"),
         (["--lm-eval", "gsm8k", "--serve", "'"], '--serve: got "\'": No closing quotation'),
         (["--out", "/nowhere/x.json"], "--out: /nowhere/x.json: there is no directory /nowhere"),
+        (["--logs", __file__], f"--logs: {__file__}: File exists"),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(seeded: dict[str, Path], options: list[str], refusal: str) -> None:
@@ -181,6 +191,76 @@ def test_values_out_of_range_are_refused_in_one_line(seeded: dict[str, Path], op
     assert (done.returncode, done.stdout) == (2, "")
     assert refusal in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_recorded_runs_are_shown_in_one_table_and_nothing_else_is(settings: Settings, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    for path, fused in ((good, RIGHT), (bad, ["0"] * 8)):
+        path.write_text(json.dumps(evaluate.Evaluation(settings, [compared(settings, RIGHT, fused)]).record()))
+    done = run_cli(None, "--read", str(good), "--read", str(bad))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == report.summary([json.loads(good.read_text()), json.loads(bad.read_text())]) + "\n"
+    assert done.stdout.splitlines()[2:] == [
+        "| m | auto | off | 8 | 100.00 ± 0.00 | 100.00 ± 0.00 | +0.00 ± 0.00 | 0 | - |",
+        "| m | auto | off | 8 | 100.00 ± 0.00 | 0.00 ± 0.00 | -100.00 ± 0.00 | 8 | - |",
+    ]
+    assert run_cli(None, "--read", str(good)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "refusal"),
+    [
+        (None, [], "MODEL_DIR: got none, expected a folder with a model, or --read FILE"),
+        (None, ["--read", "{path}"], "expected a file"),
+        ("{}", ["--read", "{path}"], "no run of our tasks or of the oracle"),
+        ('{"ok": true, "cells": [{}], "model": "m"}', ["--read", "{path}"], "'kv_cache_dtype'"),
+        ("{", ["--read", "{path}"], "Expecting property name"),
+        ("{}", ["models", "--read", "{path}"], "MODEL_DIR: got models, and --read shows recorded runs"),
+        ("{}", ["{model}", "--oracle-in", "{path}"], "was not written by --oracle-out"),
+        ('{"served_for": "oracle"}', ["{model}", "--oracle-in", "{path}"], "'cells'"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_in_one_line(
+    model: Model, tmp_path: Path, content: str | None, options: list[str], refusal: str
+) -> None:
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    done = run_cli(
+        None, *(word.replace("{path}", str(path)).replace("{model}", str(model.directory)) for word in options)
+    )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert refusal in done.stderr
+
+
+def test_arms_that_share_a_gpu_are_told_their_caches(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would measure what is free, while another arm gives memory back."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 * 2**20))
+    two = evaluate.share_gpu(replace(settings, device="cuda", cells=(Cell("auto"), Cell("fp8"))), 2)
+    options = evaluate.engine(two, Cell("auto"), 64, 8)
+    assert options["gpu_memory_utilization"] == pytest.approx(0.9 / 4)
+    assert options["kv_cache_memory_bytes"] == int(0.9 / 4 * 1000 * 2**20 / 2)
+    alone = evaluate.engine(replace(settings, device="cuda"), Cell("auto"), 64, 8)
+    assert (alone["gpu_memory_utilization"], alone["kv_cache_memory_bytes"]) == (0.9, None)
+
+
+def test_arms_run_as_many_at_once_as_the_settings_say(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[list[str]] = []
+    monkeypatch.setattr(evaluate, "serve", lambda arms, *_: served.append([*arms]) or ["bad"])
+    assert evaluate.serve_arms(replace(settings, at_once=3), ["a", "b", "c", "d"]) == ["bad", "bad"]  # type: ignore[list-item]
+    assert served == [["a", "b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(("version", "fits"), [("5.19.2", True), ("5.17.0", False), ("5.190.0", False), (None, False)])
+def test_the_oracle_is_the_pinned_transformers(
+    version: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 5.19 its cache held other tensors, and rounding them would be no fp8 cache."""
+    monkeypatch.setattr(oracle, "version_of", lambda package: version)
+    reason = oracle.why_not_here()
+    assert (reason is None) == fits
+    assert fits or f"{version or 'not installed'}" in str(reason)
 
 
 @pytest.mark.parametrize(
@@ -196,20 +276,90 @@ def test_a_folder_that_can_not_be_read_is_refused_in_one_line(tmp_path: Path, dr
     assert done.stderr.startswith(f"MODEL_DIR: {tmp_path}/{says}")
 
 
-def run_cli(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsafuse", "eval", str(folder), *options]
+def run_cli(folder: Path | None, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsafuse", "eval", *([] if folder is None else [str(folder)]), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @needs_vllm
-def test_in_16_bit_an_arm_is_as_near_to_transformers_as_transformers_to_itself(seeded: dict[str, Path]) -> None:
-    """Answers may differ there; log-probabilities of covered positions may not, by more than the bound."""
-    from dsafuse.accuracy import oracle
+def test_in_16_bit_an_arm_is_as_near_to_transformers_as_transformers_to_itself(
+    seeded: dict[str, Path], tmp_path: Path
+) -> None:
+    """Answers may differ there; log-probabilities of covered positions may not, by more than the bound.
 
-    settings = evaluate.settings_for(read(seeded["deepseek-v3.2"]), [Cell("auto")], quick=True)
-    found = oracle.run(replace(settings, dtype="bfloat16"))
-    assert [(each.arm, each.ok) for each in found] == [("un-fused", True), ("fused", True)]
-    assert all(0 < each.covered.mean <= each.bound.mean for each in found)
+    Served by one command and compared by another, as on two machines.
+    """
+    folder, served, out = seeded["deepseek-v3.2"], tmp_path / "served.json", tmp_path / "oracle.json"
+    options = ["--quick", "--dtype", "bfloat16", "--kv-cache-dtype", "auto", "--commit", "abc"]
+    done = run_cli(folder, *options, "--oracle-out", str(served))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    done = run_cli(folder, "--oracle-in", str(served), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert (record["ok"], record["device"], record["dtype"]) == (True, "cpu", "bfloat16")
+    assert (record["environment"]["commit"], record["transformers"].split(".")[0]) == ("abc", "5")
+    assert [(each["arm"], each["ok"]) for each in record["oracle"]] == [("un-fused", True), ("fused", True)]
+    assert all(0 < each["covered"]["mean"] <= each["bound"]["mean"] for each in record["oracle"])
+    assert "Both arms say what transformers says" in done.stdout
+    other = run_cli(seeded["glm-5"], "--oracle-in", str(served))
+    assert (other.returncode, other.stdout) == (2, "")
+    assert other.stderr == f"--oracle-in: {served}: is of deepseek-v3.2, and MODEL_DIR is glm-5\n"
+
+
+@needs_vllm
+@pytest.mark.timeout(900)
+def test_a_trained_model_is_as_accurate_with_fusion_as_without_within_four_minutes(tmp_path: Path) -> None:
+    """What CI promises: `dsafuse eval --quick` on the shipped model with a draft, exact answers in fp32."""
+    out = tmp_path / "eval.json"
+    done = run_cli(MODELS / "dsa-glm-small", "--quick", "--time-limit", "240", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    cells = record["cells"]
+    assert [(c["kv_cache_dtype"], c["draft_tokens"]) for c in cells] == [
+        ("auto", 0),
+        ("auto", 1),
+        ("fp8", 0),
+        ("fp8", 1),
+    ]
+    assert [c["differing"] for c in cells] == [0, 0, 0, 0]
+    # Eight problems a cell: enough to tell a trained model from another, not to measure it.
+    assert all(c[arm]["right"] >= 5 for c in cells for arm in ("unfused", "fused"))
+    assert all(1 < length <= 2 for c in cells if c["draft_tokens"] for length in c["acceptance_length"].values())
+
+
+@needs_vllm
+def test_an_arm_that_ends_badly_fails_the_run_with_the_end_of_its_log(seeded: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(seeded["deepseek-v3.2"], folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:4096])
+    done = run_cli(folder, "--quick", "--kv-cache-dtype", "auto", "--out", str(tmp_path / "eval.json"))
+    assert done.returncode == 1
+    says = r"^FAILED: the fused arm ended with exit code 1 \(.*SafetensorError: .*\); the end of its log:$"
+    assert re.search(says, done.stdout, re.M), done.stdout
+    record = json.loads((tmp_path / "eval.json").read_text())
+    assert (record["ok"], record["cells"], len(record["problems"])) == (False, [], 2)
+
+
+@needs_vllm
+def test_a_stopped_run_leaves_no_arm_behind(seeded: dict[str, Path], tmp_path: Path) -> None:
+    """Both as they start and as they serve; SIGTERM as Ctrl-C."""
+    command = [sys.executable, "-m", "dsafuse", "eval", str(seeded["deepseek-v3.2"]), "--quick", "--mtp", "off"]
+    for number, kind in enumerate((signal.SIGTERM, signal.SIGINT)):
+        logs = tmp_path / str(number)
+        run = subprocess.Popen(
+            [*command, "--logs", str(logs)], stderr=subprocess.PIPE, start_new_session=True, text=True
+        )
+        while not list(logs.glob("answers/*.log")):
+            assert run.poll() is None
+            time.sleep(0.1)
+        time.sleep(number * 5)
+        run.send_signal(kind)
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == 130
+        assert "Traceback" not in said
+        with pytest.raises(ProcessLookupError):  # nobody of its session is left
+            os.killpg(run.pid, 0)
 
 
 @needs_vllm

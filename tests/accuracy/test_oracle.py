@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from dsafuse.accuracy import oracle
+from dsafuse.accuracy import oracle, reference
 from dsafuse.accuracy.evaluate import Cell
 from dsafuse.vllm.cpu import formats
 from tests.accuracy.conftest import write
@@ -90,7 +90,7 @@ def test_rounded_latents_are_those_of_the_layouts() -> None:
         cache = torch.zeros(1, 32, width, dtype=torch.uint8)
         formats.write_mla(latent, rotary, cache, slots, layout, one)
         stored = formats.read_mla(cache, torch.zeros(32, dtype=torch.long), slots, layout, one)
-        read_latent, read_rotary = oracle.ROUNDED[layout]
+        read_latent, read_rotary = reference.ROUNDED[layout]
         assert torch.equal(stored, torch.cat([read_latent(latent), read_rotary(rotary)], -1))
 
 

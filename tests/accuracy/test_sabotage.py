@@ -87,12 +87,52 @@ def test_eval_sees_a_fault_and_passes_the_path_as_it_is(seeded: dict[str, Path],
         command += ["--fault", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = json.loads(out.read_text())
+    record = json.loads(out.read_text())
+    assert (record["problems"], record["contexts"], record["at_once"]) == ([], [48, 96], 2)
+    records = record["faults"]
     assert list(records) == faults
     assert {name: record["seen_by"]["answers"] for name, record in records.items()} == {
         name: name != NONE for name in faults
     }
-    for record in records.values():
-        calls = record["eval"][0]["fused_calls"]
+    for each in records.values():
+        calls = each["eval"][0]["fused_calls"]
         assert calls["mla"]["fused"] > 0
         assert calls["mla"]["fallback"] == 0
+    read = subprocess.run([*command[:3], "--read", str(out)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (read.returncode, read.stdout) == (0, done.stdout)
+
+
+def verdict(failed: int, **cell: object) -> dict[str, Any]:
+    """What is recorded of a fault, as far as it decides."""
+    fault = {"verify": {"failed": failed}, "eval": [{"p": 1.0, "lost": 0, "gained": 0, "differing": 0, **cell}]}
+    return {**fault, "seen_by": sabotage.verdicts(fault)}
+
+
+def test_a_run_is_right_if_verify_saw_every_fault_and_the_path_as_it_is_passed() -> None:
+    sound = {NONE: verdict(0, problems=[]), "k_pe not rotated": verdict(3, problems=["answers differ"])}
+    record = {"model": "m", "problems": [], "faults": sound}
+    assert sabotage.right(record)
+    assert not sabotage.right({**record, "problems": ["the fused arm ended with exit code 1"]})
+    assert not sabotage.right({**record, "faults": {**sound, NONE: verdict(1, problems=[])}})
+    assert not sabotage.right({**record, "faults": {**sound, NONE: verdict(0, problems=["not fused"])}})
+    assert not sabotage.right({**record, "faults": {**sound, "k_pe not rotated": verdict(0, problems=[])}})
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["nowhere"], "nowhere/config.json"),
+        (["{m}", "--at-once", "0"], "--at-once: got 0"),
+        (["{m}", "--context", "9000"], "context_tokens must be between"),
+        (["{m}", "--context", "x"], "invalid literal"),
+        (["{m}", "--fault", "gravity"], "invalid choice: 'gravity'"),
+        (["--read", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_arguments_that_can_not_be_are_refused(
+    seeded: dict[str, Path], options: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sabotage.main([word.format(m=seeded["deepseek-v3.2"]) for word in options])
+    assert ended.value.code == 2
+    assert refusal in capsys.readouterr().err

@@ -7,6 +7,7 @@ problem by problem; docs/accuracy.md says how, and when a run fails.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +62,9 @@ class Settings:
     device: cpu or cuda; the plugin's arm runs provider interpreter on the one, triton on the other.
     interpret_up_to: see `dsafuse.vllm.arm`; None interprets everything.
     eager: no CUDA graphs, so that every step of every op is counted.
-    together: both arms at once.
+    at_once: arms that run side by side.
+    memory: what all arms and cells may have of the GPU, as a fraction. cache_bytes: of one engine; None lets vLLM take
+    what is left of its share.
     logs: a folder for the arms' logs; None forgets them, but for the end of the log of an arm that ended badly.
     """
 
@@ -75,9 +78,10 @@ class Settings:
     dtype: str = "bfloat16"
     interpret_up_to: int | None = None
     eager: bool = True
-    together: bool = False
+    at_once: int = 1
     max_seqs: int = 256
     memory: float = 0.9
+    cache_bytes: int | None = None
     seconds: float = 3600.0
     logs: Path | None = None
 
@@ -184,9 +188,20 @@ def settings_for(model: Model, cells: Sequence[Cell], *, quick: bool) -> Setting
     settings = Settings(model, tuple(cells), default_contexts(model))
     if not torch.cuda.is_available():
         settings = replace(
-            settings, device="cpu", dtype="float32", interpret_up_to=INTERPRET_UP_TO, together=True, max_seqs=8
+            settings, device="cpu", dtype="float32", interpret_up_to=INTERPRET_UP_TO, at_once=2, max_seqs=8
         )
     return replace(settings, problems=2, contexts=quick_contexts(model)) if quick else settings
+
+
+def share_gpu(settings: Settings, arms: int) -> Settings:
+    """Let so many arms run on one GPU at once.
+
+    Each engine's cache then has its bytes told, half of its share: vLLM would measure what is free while it starts,
+    and end where another process gives memory back meanwhile.
+    """
+    share = settings.memory / len(settings.cells) / arms
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return replace(settings, at_once=arms, cache_bytes=int(share * total / 2))
 
 
 def run(settings: Settings, report: Report | None = None) -> Evaluation:
@@ -211,7 +226,7 @@ def log_folder(settings: Settings, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="dsafuse-eval-") as place:
             yield Path(place)
     else:
-        folder = settings.logs / name.replace(" ", "-")
+        folder = settings.logs / re.sub(r"\W+", "-", name)
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
 
@@ -252,10 +267,9 @@ def arm_of(
 
 
 def serve_arms(settings: Settings, arms: Sequence[Arm[Cell]], report: Report | None = None) -> list[str]:
-    """Run arms two at once or one after the other, as the settings say. Returns what went wrong."""
+    """Run arms, as many at once as the settings say. Returns what went wrong."""
     deadline = time.monotonic() + settings.seconds
-    step = 2 if settings.together else 1
-    groups = [arms[first : first + step] for first in range(0, len(arms), step)]
+    groups = [arms[first : first + settings.at_once] for first in range(0, len(arms), settings.at_once)]
     return [problem for group in groups for problem in serve(group, report or (lambda *_: None), deadline)]
 
 
@@ -281,7 +295,8 @@ def engine(settings: Settings, cell: Cell, longest: int, prompts: int) -> dict[s
         options["max_num_batched_tokens"] = max(tokens, 1024)
     else:
         # Several engines of one process follow each other, and what the last one leaves may not be free at once.
-        options["gpu_memory_utilization"] = settings.memory / len(settings.cells)
+        options["gpu_memory_utilization"] = settings.memory / len(settings.cells) / settings.at_once
+        options["kv_cache_memory_bytes"] = settings.cache_bytes
         # vLLM attends densely to prompts that index_topk covers; then nothing is prepared that could be fused.
         options["attention_config"] = {"sparse_mla_force_mqa": True}
     if cell.drafts:

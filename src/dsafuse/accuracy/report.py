@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -33,7 +35,7 @@ def tables(record: Record) -> Iterator[Table]:
         )
     if record.get("cells"):
         title = f"{record['model']}, {record['device']}, {record['dtype']}, provider {record['provider']}"
-        yield title, (*_ACCURACY, "tokens a step"), [_cell(cell) for cell in record["cells"]]
+        yield title, (*_ACCURACY, "acceptance length"), [_cell(cell) for cell in record["cells"]]
         yield (
             "By task and context",
             ("cache", "MTP", "task", "context", *_ACCURACY[2:]),
@@ -69,7 +71,12 @@ def lines(record: Record) -> Iterator[str]:
     yield from (f"FAILED: {problem}" for problem in problems)
     count, differ = sum(cell["unfused"]["count"] for cell in cells), sum(cell["differing"] for cell in cells)
     verdict = "As accurate with fusion as without" if record["ok"] else "FAILED"
-    yield f"{verdict}: {len(cells)} comparisons, {count} problems, {differ} answers differ."
+    if cells:
+        yield f"{verdict}: {len(cells)} comparisons, {count} problems, {differ} answers differ."
+    elif record["ok"]:
+        yield "Both arms say what transformers says, within the bounds."
+    else:
+        yield "FAILED."
 
 
 def _too_far(each: Record) -> str:
@@ -87,17 +94,46 @@ def markdown(record: Record) -> str:
     return "\n\n".join([*blocks, *lines(record)]) + "\n"
 
 
-_SUMMARY = ("model", "cache", "MTP", *_ACCURACY[2:6], "answers differ", "tokens a step")
+_SUMMARY = ("model", "cache", "MTP", *_ACCURACY[2:6], "answers differ", "acceptance length")
+_AGREEMENT = (
+    *("model", "device", "dtype", "cache", "arm", "covered", "largest (bound)", "mean (bound)"),
+    *("beyond", "moved", "other choices"),
+)
+
+
+def read(path: Path) -> Record:
+    """A recorded run: of our tasks, of the oracle, or both. Raises ValueError for a file that is none."""
+    record = json.loads(path.read_text())
+    if not isinstance(record, dict) or "ok" not in record or not (record.get("cells") or record.get("oracle")):
+        raise ValueError(f"{path}: no run of our tasks or of the oracle, as `dsafuse eval --out` records it")
+    summary([record])  # what is not as it should be in a cell shows here
+    return record
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One Markdown row for each cell of several runs: the table of docs/accuracy.md."""
-    rows = [
+    """Recorded runs in a Markdown table, a row for each cell; those of the oracle in another, a row for each arm."""
+    answered = [
         [record["model"], *_which(cell), *_paired(cell)[:4], str(cell["differing"]), _acceptance(cell)]
         for record in records
-        for cell in record["cells"]
+        for cell in record.get("cells", ())
     ]
-    return _markdown(_SUMMARY, rows)
+    compared = [
+        [record["model"], record["device"], record["dtype"], each["kv_cache_dtype"], each["arm"], *_short(each)]
+        for record in records
+        for each in record.get("oracle", ())
+    ]
+    both = ((_SUMMARY, answered), (_AGREEMENT, compared))
+    return "\n\n".join(_markdown(header, rows) for header, rows in both if rows)
+
+
+def _short(each: Record) -> list[str]:
+    near, far, bound = each["covered"], each["beyond"], each["bound"]
+    return [
+        str(near["positions"]),
+        *(f"{near[key]:.2g} ({bound[key]:.2g})" for key in ("largest", "mean")),
+        str(far["positions"]),
+        *(f"{far[key]} ({100 * far[key] / max(1, far['positions']):.1f} %)" for key in ("moved", "other_choices")),
+    ]
 
 
 def _markdown(header: Sequence[str], rows: list[list[str]]) -> str:

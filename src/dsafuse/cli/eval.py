@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,7 +28,9 @@ DRAFTS = ("both", "on", "off")
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config, weights and tokenizer.")],
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL_DIR", help="Folder with config, weights and tokenizer.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems; minutes on a CPU.")] = False,
     problems: Annotated[int | None, typer.Option(help="Problems of each task at each context; 250, quick: 2.")] = None,
     context: Annotated[str | None, typer.Option(help="Tokens of a prompt, separated by commas.")] = None,
@@ -37,17 +42,30 @@ def evaluate(
         bool, typer.Option("--graphs", help="CUDA graphs; steps are then not counted one by one.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-    memory: Annotated[float, typer.Option(help="Fraction of the GPU's memory, shared by all cells.")] = 0.9,
+    memory: Annotated[float, typer.Option(help="Fraction of the GPU's memory, shared by all engines.")] = 0.9,
+    together: Annotated[
+        bool, typer.Option("--together", help="Both arms at once on the GPU: for small models. A CPU does so anyway.")
+    ] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds; then the run is stopped, and has failed.")] = 3600.0,
     oracle: Annotated[bool, typer.Option("--oracle", help="Compare log-probabilities with transformers, too.")] = False,
+    oracle_out: Annotated[
+        Path | None, typer.Option(help="Only write both arms' log-probabilities to this file.")
+    ] = None,
+    oracle_in: Annotated[
+        Path | None, typer.Option(help="Only compare such a file with transformers; nothing is served.")
+    ] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Tasks of lm-eval, over vLLM's endpoint, instead of ours.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Problems of each lm-eval task.")] = None,
     serve: Annotated[str, typer.Option(help="Further arguments of vllm serve, with --lm-eval.")] = "",
     logs: Annotated[Path | None, typer.Option(help="Folder for the arms' logs.")] = None,
+    read: Annotated[
+        list[Path] | None, typer.Option(help="Print this recorded run in a Markdown table; may be repeated.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write JSON to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     json: output.Json = False,
 ) -> None:
     """Answer the same problems with and without the fused preparation, and compare answer by answer."""
@@ -66,22 +84,44 @@ def evaluate(
     one_of("--mtp", mtp, DRAFTS)
     serve_arguments = words("--serve", serve)
     one_of("--dtype", dtype, DTYPES)
-    files.check_writable("--out", out)
-    files.check_writable("--markdown", markdown)
-    # Only this command needs vLLM and tokenizers.
+    for name, path in (("--out", out), ("--markdown", markdown), ("--oracle-out", oracle_out)):
+        files.check_writable(name, path)
+    if logs is not None:
+        with output.refusing(f"--logs: {logs}"):
+            logs.mkdir(parents=True, exist_ok=True)
+    if read:
+        _recorded(model, read, out, markdown, json)
+    if model is None:
+        output.refuse("MODEL_DIR: got none, expected a folder with a model, or --read FILE")
+    if not model.is_dir():
+        output.refuse(f"MODEL_DIR: got {model}, expected a folder")
+    # Only this command needs vLLM, transformers and tokenizers.
     from dsafuse.vllm import demo as bridge
 
-    reason = bridge.why_not_here()
+    reason = bridge.why_not_here() if oracle_in is None else None
     if reason is not None:
         output.refuse(reason)
     from dsafuse.accuracy import evaluate as evaluation
-    from dsafuse.accuracy import harness, report
-    from dsafuse.accuracy.model import read
+    from dsafuse.accuracy import harness
+    from dsafuse.accuracy import oracle as other
+    from dsafuse.accuracy.model import read as read_model
+    from dsafuse.check.environment import of_commit
 
-    if not model.is_dir():
-        output.refuse(f"MODEL_DIR: got {model}, expected a folder")
-    checkpoint = files.read("MODEL_DIR", model, read)
-    files.read("MODEL_DIR", model, lambda _: checkpoint.tokenizer())
+    if oracle or oracle_in is not None:
+        reason = other.why_not_here()
+        if reason is not None:
+            output.refuse(f"{'--oracle' if oracle else '--oracle-in'}: {reason}")
+    checkpoint = files.read("MODEL_DIR", model, read_model)
+    files.read("MODEL_DIR", model, lambda _: (checkpoint.tokenizer(), checkpoint.weights()))
+    if oracle_in is not None:
+        served = files.read("--oracle-in", oracle_in, other.Served.read)
+        if served.model != checkpoint.name:
+            output.refuse(f"--oracle-in: {oracle_in}: is of {served.model}, and MODEL_DIR is {checkpoint.name}")
+        try:
+            agreements = other.compare(served, model, "cpu")
+        except (OSError, ValueError) as error:
+            output.refuse(f"MODEL_DIR: {model}: {error}")
+        _finish(other.record(served, agreements), out, markdown, json)
     cells = _cells(checkpoint, caches, mtp, draft_tokens)
     contexts = () if context is None else tuple(counts("--context", context, 1, checkpoint.longest))
     if lm_eval is not None:
@@ -95,7 +135,8 @@ def evaluate(
             serve=serve_arguments,
             seconds=time_limit,
         )
-        record = _through_lm_eval(request)
+        with _heard():
+            record = _through_lm_eval(request)
     else:
         settings = evaluation.settings_for(checkpoint, cells, quick=quick)
         settings = replace(
@@ -109,16 +150,28 @@ def evaluate(
             problems=problems or settings.problems,
             contexts=contexts or settings.contexts,
         )
-        record = _ours(settings, oracle)
-    _write(out, markdown, record)
-    if json:
-        output.print_json(record)
-    else:
-        for title, header, rows in report.tables(record):
-            output.table(title, header, rows)
-        for line in report.lines(record):
-            output.say(line)
-    raise typer.Exit(0 if record["ok"] else 1)
+        if together and settings.device == "cuda":
+            settings = evaluation.share_gpu(settings, 2)
+        try:
+            evaluation.questions(replace(settings, problems=1))
+        except ValueError as error:
+            output.refuse(f"--context: {error}")
+        with _heard():
+            if oracle_out is not None:
+                _serve_for_oracle(settings, oracle_out, commit)
+            record = _ours(settings, oracle)
+    record["environment"] = of_commit(record["environment"], commit)
+    _finish(record, out, markdown, json)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does: the arms end before we do."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cells(model: Model, words: list[str], mtp: str, draft_tokens: int) -> tuple[Cell, ...]:
@@ -130,15 +183,27 @@ def _cells(model: Model, words: list[str], mtp: str, draft_tokens: int) -> tuple
     return tuple(Cell(word, count) for word in words for count in drafts)
 
 
+def _recorded(model: Path | None, paths: list[Path], out: Path | None, markdown: Path | None, json: bool) -> NoReturn:
+    """Show recorded runs in one table: a row for each cell of each."""
+    from dsafuse.accuracy import report
+
+    if model is not None:
+        output.refuse(f"MODEL_DIR: got {model}, and --read shows recorded runs")
+    records = [files.read("--read", path, report.read) for path in paths]
+    text = report.summary(records)
+    _write(out, output.to_json(records), markdown, text)
+    if json:
+        output.print_json(records)
+    else:
+        output.say(text)
+    raise typer.Exit(0 if all(record["ok"] for record in records) else 1)
+
+
 def _ours(settings: Settings, oracle: bool) -> dict[str, Any]:
     """Our tasks, in processes of our own; and the oracle, if it is asked for."""
     from dsafuse.accuracy import evaluate as evaluation
     from dsafuse.vllm import demo_view
 
-    try:
-        evaluation.questions(replace(settings, problems=1))
-    except ValueError as error:
-        output.refuse(f"--context: {error}")
     with demo_view.progress(Console(stderr=True)) as report:
         record = evaluation.run(settings, report).record()
     if oracle:
@@ -146,13 +211,33 @@ def _ours(settings: Settings, oracle: bool) -> dict[str, Any]:
 
         with demo_view.progress(Console(stderr=True)) as report:
             try:
-                agreements = other.run(settings, report)
+                agreements = other.compare(
+                    other.serve(settings, report), settings.model.directory, device=settings.device
+                )
             except RuntimeError as error:
                 record["problems"].append(f"oracle: {error}")
                 agreements = []
         record["oracle"] = [each.record() for each in agreements]
         record["ok"] = record["ok"] and bool(agreements) and all(each.ok for each in agreements)
     return record
+
+
+def _serve_for_oracle(settings: Settings, path: Path, commit: str | None) -> NoReturn:
+    """Both arms' log-probabilities to a file: transformers may be asked about them on another machine."""
+    from dsafuse.accuracy import oracle as other
+    from dsafuse.check.environment import of_commit
+    from dsafuse.vllm import demo_view
+
+    try:
+        with demo_view.progress(Console(stderr=True)) as report:
+            served = other.serve(settings, report)
+    except RuntimeError as error:
+        output.say(f"FAILED: {error}")
+        raise typer.Exit(1) from None
+    served = replace(served, environment=of_commit(served.environment, commit))
+    with output.refusing(f"--oracle-out: {path}"):
+        path.write_text(output.to_json(served.document()) + "\n")
+    raise typer.Exit(0)
 
 
 def _through_lm_eval(request: Request) -> dict[str, Any]:
@@ -173,11 +258,23 @@ def _through_lm_eval(request: Request) -> dict[str, Any]:
     return harness.record(request, compared, problems)
 
 
-def _write(out: Path | None, markdown: Path | None, record: dict[str, Any]) -> None:
+def _finish(record: dict[str, Any], out: Path | None, markdown: Path | None, json: bool) -> NoReturn:
+    """Write and show what was found; exit code 1 if it is not as it should be."""
     from dsafuse.accuracy import report
 
-    texts = {"--out": (out, output.to_json(record) + "\n"), "--markdown": (markdown, report.markdown(record))}
-    for option, (path, text) in texts.items():
+    _write(out, output.to_json(record), markdown, report.markdown(record))
+    if json:
+        output.print_json(record)
+    else:
+        for title, header, rows in report.tables(record):
+            output.table(title, header, rows)
+        for line in report.lines(record):
+            output.say(line)
+    raise typer.Exit(0 if record["ok"] else 1)
+
+
+def _write(out: Path | None, document: str, markdown: Path | None, text: str) -> None:
+    for option, path, content in (("--out", out, document), ("--markdown", markdown, text.rstrip())):
         if path is not None:
             with output.refusing(f"{option}: {path}"):
-                path.write_text(text)
+                path.write_text(content + "\n")

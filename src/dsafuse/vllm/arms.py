@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from dsafuse.vllm.arm import ENVIRONMENT
 Report = Callable[[str, int, int, str], None]
 
 LOG_LINES = 20
+_CAUSE = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)")
 
 UNFUSED, FUSED = "un-fused", "fused"
 OPS = ("mla", "indexer")
@@ -139,8 +141,13 @@ class Arm(Generic[C]):
         code = self.process.wait()
         if code == 0:
             return None
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"the {self.name} arm ended with exit code {code}; the end of its log:", *lines])
+        lines = self._log.read_text(errors="replace").splitlines()
+        # Libraries have more to say when a process ends: what it died of may stand far above.
+        causes = [found[1] for line in lines if (found := _CAUSE.match(line))]
+        why = f" ({causes[-1]})" if causes else ""
+        return "\n".join(
+            [f"the {self.name} arm ended with exit code {code}{why}; the end of its log:", *lines[-LOG_LINES:]]
+        )
 
 
 def serve(arms: Sequence[Arm[C]], report: Report, deadline: float) -> list[str]:

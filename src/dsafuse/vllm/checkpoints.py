@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 # Attention logits are sums over 128 + 64 products of unit-variance numbers, scaled by 1 / sqrt(192): they
 # have a standard deviation of about the query's gain. 3 makes a few of 64 keys carry most of the weight.
@@ -147,6 +146,8 @@ def parameter_count(model: TinyModel) -> int:
 
 def write(model: TinyModel, directory: Path, seed: int = 0) -> Path:
     """Write config.json and model.safetensors; the same seed gives the same bytes. Returns directory."""
+    from safetensors.torch import save_file  # it comes with vLLM, and without that `demo` says why not
+
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
     random = torch.Generator().manual_seed(seed)

@@ -19,6 +19,9 @@ def arithmetic(**metadata: Any) -> Any:
 
 
 def _splits(task: str, seed: int = 0, count: int = 200, context_tokens: int = 384, **_others: Any) -> Any:
-    from datasets import Dataset  # lm-eval brings it
+    import pyarrow  # type: ignore[import-not-found, import-untyped]
+    from datasets import Dataset  # lm-eval brings both
 
-    return {"test": Dataset.from_list([asdict(problem) for problem in TASKS[task](seed, count, context_tokens)])}
+    table = pyarrow.Table.from_pylist([asdict(problem) for problem in TASKS[task](seed, count, context_tokens)])
+    # Without a fingerprint datasets pickles the table for one, which datasets 5.2 with pyarrow 26 can't.
+    return {"test": Dataset(table, fingerprint=f"{task}-{seed}-{count}-{context_tokens}")}
