@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsafuse.dispatch import PROVIDERS
-from dsafuse.kernels import launch
+from dsafuse.kernels import parameters, plans
 from dsafuse.numerics import FP8_FORMATS
 from dsafuse.target import Target
 from tests.inputs import EVERY_OP, FN, FNUZ, Call, assert_same_memory, call_of, mla_call, run
@@ -78,7 +78,8 @@ def test_kernels_are_told_by_the_target_alone(name: str) -> None:
     target = Target.named(name)
     fp8 = next(iter(target.fp8))
     _, config = EVERY_OP["mla"].resolve(**mla_call(1, 1, query=fp8, fp8=fp8))
-    assert launch.constants_of(config, target, launch.plans_of(target, config)[0][1])["SIGNED_NAN"] is target.signed_nan
+    (_, plan), *_ = plans.plans_of(target, config)
+    assert parameters.constants_of(config, target, plan)["SIGNED_NAN"] is target.signed_nan
 
 
 @pytest.mark.parametrize("signed_nan", [False, True])

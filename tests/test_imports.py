@@ -36,10 +36,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"ops", "warming"}, set()),
     "check": ({"check", "split", "torch_steps", "warming", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
     "serving": ({"serving", "check", "__init__"} | BASE, {"torch", "matplotlib"}),
-    "vllm": ({"vllm", "__init__"} | BASE, {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"}),
+    "vllm": (
+        {"vllm", "warming", "__init__"} | BASE,
+        {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"},
+    ),
     "accuracy": (
         {"accuracy", "serving", "vllm", "check", "__init__"} | BASE,
-        {"torch", "transformers", "tokenizers", "datasets"},
+        {"torch", "transformers", "tokenizers", "safetensors", "datasets", "pyarrow"},
     ),
     "cli": ({"cli", "accuracy", "check", "serving", "vllm", "__init__"} | BASE, {"torch", "typer", "rich", "click"}),
     "__main__": ({"cli"}, {"typer"}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafuse import known
 from dsafuse.known import KnownCalls, known_call
@@ -49,6 +50,14 @@ def test_a_tensor_that_looks_different_is_another_call(
     guard = guard_of([base(), base()])
     assert not guard(other(), base())
     assert not guard(base(), other())
+
+
+def test_a_call_that_a_mode_of_torch_looks_at_is_another_call(guard_of: Callable[..., known.Guard]) -> None:
+    tensor = base()
+    guard = guard_of([tensor])
+    with TorchDispatchMode():
+        assert not guard(tensor)
+    assert guard(tensor)
 
 
 def test_a_tensor_that_requires_grad_passes_only_where_none_is_recorded(guard_of: Callable[..., known.Guard]) -> None:

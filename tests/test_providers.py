@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsafuse.numerics import FP8_FORMATS
 from tests.inputs import FN, FNUZ, OPS, assert_same_memory, call_of, indexer_call, indexer_row, rope_table, run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -240,3 +241,17 @@ def test_a_key_row_with_nan_or_infinity_is_nan_through_its_norm_and_harms_no_oth
         assert codes.unique().tolist() == [0x7F]
         assert scale == 2.0**-22
         assert 0x7F not in indexer_row(got["kv_cache"], 2)[0].tolist()
+
+
+@pytest.mark.parametrize("fp8", [FN, FNUZ])
+def test_the_largest_value_decides_between_two_scales_to_the_last_bit(fp8: torch.dtype) -> None:
+    """The kernels take a power of two from the bits of a row's maximum, the oracle from a rounded quotient."""
+    most = FP8_FORMATS[fp8].max * 2.0 ** torch.arange(-20, 20, 4)
+    zero, inf = torch.zeros_like(most), torch.full_like(most, torch.inf)
+    edges = torch.cat([torch.nextafter(most, zero), most, torch.nextafter(most, inf)])
+    indexer = indexer_call(len(edges), 1, activation=FP32, fp8=fp8, rounding="fp32")
+    indexer["q"].zero_()[..., 100] = edges[:, None]
+    mla = call_of("mla", len(edges), 1, activation=FP32, fp8=fp8)
+    mla["kv_c"].zero_()[:, 7] = edges
+    for op, call in (("indexer", indexer), ("mla", mla)):
+        assert_same_memory(run(op, "interpreter", call), run(op, "oracle", call))

@@ -9,10 +9,13 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsafuse
 from dsafuse import switches
@@ -291,6 +294,47 @@ def test_with_provider_heeds_no_switch() -> None:
     with switches.override(mode="off", ops=frozenset(), provider="split"):
         got = run("mla", "interpreter", call)
     assert_same_memory(got, run("mla", "oracle", call))
+
+
+def required(op: str) -> str:
+    """The first tensor that the op always has."""
+    return {"mla": "kv_c", "indexer": "k", "qk": "kv_c", "latents": "q_c", "queries": "q_pe"}[op]
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_traced_graph_has_the_op(op: str) -> None:
+    call, first = call_of(op, 2, 2), required(op)
+    graph = make_fx(lambda x: EVERY_OP[op](**call | {first: x}))(call[first])
+    assert out_form(op) in [node.target for node in graph.graph.nodes]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_jit_trace_has_the_op(op: str) -> None:
+    call, first = call_of(op, 2, 2), required(op)
+    traced = torch.jit.trace(lambda x: EVERY_OP[op](**call | {first: x}), (call[first],), check_trace=False)
+    assert f"dsafuse::{EVERY_OP[op].name}" in str(traced.graph)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_fake_tensors_get_fake_outputs(op: str, inside: bool) -> None:
+    call = call_of(op, 2, 2) | dict.fromkeys(EVERY_OP[op].output_names)
+    mode = FakeTensorMode()
+    fake = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    with mode if inside else nullcontext():
+        got = EVERY_OP[op](**fake)
+    want = EVERY_OP[op](**call)
+    for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True):
+        assert isinstance(a, FakeTensor)
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_transformation_that_the_ops_have_no_rule_for_says_so(op: str) -> None:
+    call, first = call_of(op, 2, 2), required(op)
+    with pytest.raises(RuntimeError, match=f"Batching rule not implemented for dsafuse::{EVERY_OP[op].name}"):
+        torch.func.vmap(lambda x: EVERY_OP[op](**call | {first: x}))(torch.stack([call[first]] * 2))
 
 
 @pytest.mark.parametrize("op", EVERY_OP)

@@ -10,10 +10,11 @@ import torch
 
 from dsafuse import warm_up
 from dsafuse.kernels import ahead
+from dsafuse.kernels.plans import PLANS, plan_for
 from dsafuse.models import MODELS
 from dsafuse.registry import OPS
 from dsafuse.target import Target
-from dsafuse.warming import Compiled
+from dsafuse.warming import Compiled, planned_tokens
 
 MLA, INDEXER = "fused_qk_rope_concat_and_cache_mla", "indexer_qk_rope_quant_and_cache"
 
@@ -78,6 +79,35 @@ def test_top_k_rows_are_cleared_by_layers_with_an_indexer_alone(asked: list[tupl
     }
 
 
+@pytest.mark.parametrize("queries", [["activation"], ["fp8"], ["activation", "fp8"]])
+def test_a_query_that_is_its_rotary_part_alone_has_a_kernel_of_its_own(
+    asked: list[tuple[Any, ...]], queries: list[str]
+) -> None:
+    """FlashMLA takes the parts apart, and so do short prefills that are attended densely."""
+    done = warm_up("glm-5.2", "sm_90", ops=["prepare_queries"], queries=queries, layers=["indexed", "unindexed"])
+    found = {
+        (q.nope, q.query, each.config.index_q is not None) for each in done.compiled if (q := each.config.latent_q)
+    }
+    held = {"activation": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    expected = {(True, held[query], indexed) for query in queries for indexed in (True, False)}
+    if "activation" in queries:
+        expected |= {(False, torch.bfloat16, indexed) for indexed in (True, False)}
+    assert found == expected
+    assert done.left_out == ()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 300, 8192])
+@pytest.mark.parametrize("arch", ["cpu", "sm_90", "gfx942"])
+def test_token_counts_meet_every_plan(monkeypatch: pytest.MonkeyPatch, arch: str, most: int) -> None:
+    """Whatever a batch's token count, a launch for one of the counts takes its plan."""
+    target = Target.named(arch)
+    monkeypatch.setattr(Target, "of", lambda _: target)
+    counts = planned_tokens(torch.device("cpu"), most)
+    assert counts[-1] == max(counts) == most
+    for plans in PLANS[target.vendor].values():
+        assert {plan_for(plans, count) for count in counts} == {plan_for(plans, n) for n in range(1, most + 1)}
+
+
 def test_what_can_not_be_compiled_is_left_out_and_says_why(asked: list[tuple[Any, ...]]) -> None:
     done = warm_up("glm-5.2", "sm_80", ops=[INDEXER, MLA])
     assert {each.config.latent_kv.layout for each in done.compiled} == {"plain"}
@@ -114,6 +144,17 @@ def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatc
         ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
         ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
         ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),
+        ({"dtypes": {"positions": "int64"}}, TypeError, "dtypes: got 'int64' for positions, expected a torch.dtype"),
+        ({"dtypes": 5}, TypeError, "dtypes: got int, expected several names"),
+        ({"ops": 5}, TypeError, "ops: got int, expected several names"),
+        ({"model": 5}, ValueError, "model: got 5, expected one of deepseek-v3.2, glm-5.2"),
+        ({"target": 5}, TypeError, "target: got int, expected a name or a Target"),
+        ({"target": None}, TypeError, "target: got NoneType, expected a name or a Target"),
+        ({"tp": "8"}, TypeError, "tp: got str, expected an int"),
+        ({"tp": 8.0}, TypeError, "tp: got float, expected an int"),
+        ({"tp": True}, TypeError, "tp: got bool, expected an int"),
+        ({"block_size": "64"}, TypeError, "block_size: got str, expected an int"),
+        ({"activation": "bf16"}, ValueError, "activation: got bf16, expected one of"),
     ],
 )
 def test_a_wrong_argument_is_named(

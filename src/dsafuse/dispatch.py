@@ -81,7 +81,8 @@ class OpConfig(Hashable, Protocol):
 class Provider:
     """A way to run every op. Its module is imported at the first dispatch, so `ops` never imports kernels.
 
-    The module has `why_not(config, target)`, `why_not_here()` and `run(op, arguments, config)`.
+    The module has `why_not(config, target)`, `why_not_here()` and `run(op, arguments, config)`. One that has
+    `again(op, arguments, config, places)` is run through that: it returns what launches once more for other addresses.
     """
 
     name: str

@@ -100,13 +100,14 @@ class Entry:
         results: Sequence[str],
         launch_of: Callable[[dict[str, int]], Launch],
     ) -> None:
-        """Know a call that has been checked and has run.
+        """Run a call that has been checked, and know it from then on.
 
         Args:
             given: its arguments as the caller passed them.
             settled: the same after the check, outputs made.
             results: what the op returns.
-            launch_of: makes the launch, from the index that each tensor's address has among all addresses.
+            launch_of: launches it, and makes the launch for others, from the index that each tensor's address has among
+                all addresses.
         """
         tensors = self._tensors
         call = known_call(

@@ -34,14 +34,15 @@ MOST_CALLS = 8
 
 
 class PythonGuard:
-    """Whether tensors look as they did. For a torch without `TensorGuards`; several times slower."""
+    """Whether tensors look as they did, and no mode looks on. For a torch without `TensorGuards`; many times slower."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._seen = self._look(tensors)
 
     @staticmethod
     def _look(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        looks = [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        return [torch._C._len_torch_dispatch_stack(), *looks]
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
         """Whether these look like those."""
@@ -85,13 +86,13 @@ def known_call(
     results: Sequence[int],
     launch_of: Callable[[dict[int, int]], Launch],
 ) -> KnownCall:
-    """The call that has just been checked and run, for other tensors that look the same.
+    """Run a call that has been checked, and know it from then on, for other tensors that look the same.
 
     Args:
         given: its tensors, as the caller passed them.
         settled: the same after the check, with the outputs that were made for the caller.
         results: which of them the op returns, in order.
-        launch_of: makes the launch, from the index into the addresses that each tensor has.
+        launch_of: launches it, and makes the launch for others, from the index into the addresses that each tensor has.
     """
     owner: dict[int, int] = {}
     present = [i for i, tensor in enumerate(given) if tensor is not None]
@@ -101,11 +102,12 @@ def known_call(
     twins = [(i, first) for i, first in zip(present, owners) if i != first]
     looked_at = [i for i, first in zip(present, owners) if i == first]
     made = [i for i in results if given[i] is None and settled[i] is not None]
-    order = [*looked_at, *made]
-    launch = launch_of({i: order.index(i) for i in order} | {i: order.index(first) for i, first in twins})
+    order = {i: place for place, i in enumerate((*looked_at, *made))}
     guard = guard_of([tensor for i in looked_at if (tensor := given[i]) is not None])
+    launch = launch_of(order | {i: order[first] for i, first in twins})
     tensors_of, results_of = _picker(looked_at), itemgetter(*results)
     address_of = torch.Tensor.data_ptr
+    outputs = [(i, tuple(tensor.shape), tensor.dtype) for i in made if (tensor := settled[i]) is not None]
 
     def again(_key: Hashable, tensors: Tensors) -> Any:
         found = tensors_of(tensors)
@@ -114,19 +116,13 @@ def known_call(
         for i, first in twins:
             if tensors[i] is not tensors[first]:
                 return None
+        if outputs:
+            fresh = {i: found[0].new_empty(shape, dtype=dtype) for i, shape, dtype in outputs}
+            found = (*found, *fresh.values())
+            tensors = tuple([fresh.get(i, tensor) for i, tensor in enumerate(tensors)])
         return results_of(tensors) if launch(tuple(map(address_of, found))) else None
 
-    outputs = [(i, tuple(tensor.shape), tensor.dtype) for i in made if (tensor := settled[i]) is not None]
-
-    def again_with_outputs(_key: Hashable, tensors: Tensors) -> Any:
-        found = tensors_of(tensors)
-        if not guard(*found) or any(tensors[i] is not tensors[first] for i, first in twins):
-            return None
-        fresh = {i: found[0].new_empty(shape, dtype=dtype) for i, shape, dtype in outputs}
-        whole = tuple([fresh.get(i, tensor) for i, tensor in enumerate(tensors)])
-        return results_of(whole) if launch(tuple(map(address_of, (*found, *fresh.values())))) else None
-
-    return again_with_outputs if made else again
+    return again
 
 
 def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 
@@ -51,7 +52,7 @@ class Field:
     """How the field lies inside a block of a planar layout; None: token after token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheLayout:
     """A named order of fields; offsets, widths and views all follow from it."""
 
@@ -72,17 +73,17 @@ class CacheLayout:
             offset += f.count * f.store.itemsize(activation)
         raise KeyError(f"layout {self.name} has no field {name!r}")
 
-    @property
+    @cached_property
     def has_fp8(self) -> bool:
         """Whether any field is fp8."""
         return any(f.store is Store.FP8 for f in self.fields)
 
-    @property
+    @cached_property
     def alignment_bytes(self) -> int:
         """What base address and strides of a byte cache must be multiples of."""
         return max(f.store.itemsize(torch.uint8) for f in self.fields)  # fields of the activation dtype ask for nothing
 
-    @property
+    @cached_property
     def block_multiple(self) -> int:
         """What a block size must be a multiple of."""
         return max(f.tile.tokens if f.tile else 1 for f in self.fields)

@@ -28,6 +28,11 @@ OPS: dict[str, Op[..., Any]] = {}
 """Every op by name."""
 
 
+def is_cache(name: str) -> bool:
+    """Whether an argument is a paged cache. Two may share a storage; whatever else is written has memory of its own."""
+    return name.endswith("kv_cache")
+
+
 class Op(Generic[P, R]):
     """A callable op. The decorated function's body is its oracle; calling the op runs the chosen provider.
 
@@ -57,8 +62,7 @@ class Op(Generic[P, R]):
         self.index_prefix = index_prefix
         self.output_names = output_names
         self.mutates = mutates
-        # Caches may share one storage, block by block; whatever else is written needs memory of its own.
-        self.caches = tuple(name for name in mutates if name.endswith("kv_cache"))
+        self.caches = tuple(filter(is_cache, mutates))
         self.own_memory = (*output_names, *(name for name in mutates if name not in self.caches))
         self._resolve = resolve
         self._outputs = outputs
@@ -128,7 +132,7 @@ class Op(Generic[P, R]):
 
     def _check_and_run(self, **arguments: Any) -> R:
         """What a call does that is not known."""
-        if torch.compiler.is_compiling():
+        if _is_watched(arguments):
             return self._trace(arguments)
         self._run(arguments, self._entry)
         return self._result(arguments)
@@ -138,14 +142,15 @@ class Op(Generic[P, R]):
         given = arguments.copy()
         config = self._resolve(arguments)
         module = self._provider(config, arguments[self._required].device)
-        module.run(self.name, arguments, config)
-        if hasattr(module, "again"):
-            entry.remember(
-                given,
-                arguments,
-                self.output_names,
-                lambda places: module.again(self.name, arguments, config, places),
-            )
+        if not hasattr(module, "again"):
+            module.run(self.name, arguments, config)
+            return
+        entry.remember(
+            given,
+            arguments,
+            self.output_names,
+            lambda places: module.again(self.name, arguments, config, places),
+        )
 
     def _result(self, arguments: Arguments) -> R:
         results = tuple(arguments[name] for name in self.output_names)
@@ -199,6 +204,21 @@ class Op(Generic[P, R]):
         _LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.name, out_form, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsafuse::{self.name}", _fake, lib=_LIBRARY)
+
+
+def _is_watched(arguments: Arguments) -> bool:
+    """Whether torch traces, transforms or stands in for what happens to these tensors: then it has to see the op."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode, and any other mode
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or any(_has_own_dispatch(value) for value in arguments.values() if isinstance(value, torch.Tensor))
+    )
+
+
+def _has_own_dispatch(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -104,10 +104,15 @@ def warm_up(
         What was compiled, and what was left out and why: formats that the target has no conversion to, layouts that
         a block size does not allow.
 
-    Errors: ValueError for an unknown name, heads that tp does not divide, or a target that nothing is compiled for;
-        RuntimeError where Triton is not installed.
+    Errors: TypeError for an argument of another type; ValueError for an unknown name, heads that tp does not divide, or
+        a target that nothing is compiled for; RuntimeError where Triton is not installed.
     """
     shape, where = _shape(model), Target.named(target) if isinstance(target, str) else target
+    if not isinstance(where, Target):
+        raise TypeError(f"target: got {type(where).__name__}, expected a name or a Target")
+    for argument, value in (("tp", tp), ("block_size", block_size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{argument}: got {type(value).__name__}, expected an int")
     provider = PROVIDERS["triton"].load()
     if not where.gpu:
         raise ValueError(f"target: got {where.arch!r}, expected a GPU: nothing is compiled for a CPU")
@@ -127,6 +132,9 @@ def warm_up(
     }
     _expect("rounding", [rounding], tuple(Rounding))
     _expect("dtypes", dtypes or (), tuple(known))
+    for argument, dtype in (dtypes or {}).items():
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtypes: got {dtype!r} for {argument}, expected a torch.dtype")
     heads = shape.local_heads(tp)
     ahead: Any = importlib.import_module("dsafuse.kernels.ahead")  # kernels stand behind ops, so by name
     here = ahead.is_here(where)
@@ -154,20 +162,34 @@ def warm_up(
         )
         if layer == "unindexed":  # it uses what another layer chose, and clears nothing
             call.pop("topk_indices", None)
-        try:
-            arguments, config = op.resolve(**call)
-        except ValueError as error:
-            left_out[f"{name}: {error}"] = None
-            continue
-        if (reason := provider.why_not(config, where)) is not None:
-            left_out[f"{name}: {reason}"] = None
-            continue
-        assert isinstance(config, Config)
-        wanted = [each for each in ahead.ALIGNMENTS if Compiled(name, config, each) not in compiled]
-        for row_alignment in wanted:
-            ahead.compile_call(name, arguments, config, where, row_alignment, here=here)
-            compiled[Compiled(name, config, row_alignment)] = None
+        for variant in (call, *_rotary_part_alone(op, call, query)):
+            try:
+                arguments, config = op.resolve(**variant)
+            except ValueError as error:
+                left_out[f"{name}: {error}"] = None
+                continue
+            if (reason := provider.why_not(config, where)) is not None:
+                left_out[f"{name}: {reason}"] = None
+                continue
+            assert isinstance(config, Config)
+            wanted = [each for each in ahead.ALIGNMENTS if Compiled(name, config, each) not in compiled]
+            for row_alignment in wanted:
+                ahead.compile_call(name, arguments, config, where, row_alignment, here=here)
+                compiled[Compiled(name, config, row_alignment)] = None
     return WarmUp(where.arch, here, tuple(compiled), tuple(left_out))
+
+
+def _rotary_part_alone(op: Op[..., Any], call: dict[str, Any], query: str) -> list[dict[str, Any]]:
+    """The same call without q_nope, where the op takes that: it has one kernel more, whose query is no fp8."""
+    optional = get_type_hints(op.oracle).get("q_nope") == torch.Tensor | None
+    return [call | {"q_nope": None}] if optional and query == "activation" else []
+
+
+def planned_tokens(device: torch.device, most: int) -> list[int]:
+    """Token counts, the last of them `most`, that together meet every launch plan of a GPU for up to so many tokens."""
+    by_vendor: Any = importlib.import_module("dsafuse.kernels.plans").PLANS
+    plans = by_vendor[Target.of(device).vendor].values()
+    return sorted({most, *(limit for plan in plans for limit, _ in plan if limit < most)})
 
 
 def _shape(model: str | ModelShape) -> ModelShape:
@@ -180,6 +202,8 @@ def _shape(model: str | ModelShape) -> ModelShape:
 def _expect(argument: str, given: Iterable[str], choices: Iterable[str]) -> list[str]:
     if isinstance(given, str):
         raise TypeError(f"{argument}: got a str, expected several names, as [{given!r}]")
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{argument}: got {type(given).__name__}, expected several names")
     names, allowed = list(given), list(choices)
     for name in names:
         if name not in allowed:

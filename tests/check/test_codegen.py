@@ -130,7 +130,7 @@ def test_ceilings_hold_for_the_compiler_that_they_were_recorded_with() -> None:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    reports = [*compiled(SUBSET[0]), *compiled(SUBSET[2])]
+    reports = [*compiled(SUBSET[0]), *compiled(SUBSET[5])]  # one plan, and two
     write(reports, tmp_path / "floors.toml")
     floors = Floors.read(tmp_path / "floors.toml")
     assert len(floors.kernels) == len(reports) == 3

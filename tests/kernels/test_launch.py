@@ -12,7 +12,7 @@ import torch
 from triton.runtime import driver
 
 from dsafuse import switches
-from dsafuse.kernels import grids, launch
+from dsafuse.kernels import addresses, grids, launch, parameters, plans
 from dsafuse.target import Target
 from tests.inputs import (
     EVERY_OP,
@@ -120,21 +120,21 @@ def test_every_kernel_argument_is_bound_under_its_own_name(op: str, monkeypatch:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("heads", [1, 3, 7, 8, 9, 16, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [2, 5, 257])
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx950"])
 def test_the_grid_has_a_program_for_the_keys_and_for_each_block_of_heads(
-    op: str, heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    op: str, heads: int, tokens: int, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid, bound, _, _ = recorded(op, call_of(op, tokens, heads), gpu="sm_90", monkeypatch=monkeypatch)
+    grid, bound, _, _ = recorded(op, call_of(op, tokens, heads), gpu=gpu, monkeypatch=monkeypatch)
     prefix = "INDEX_" if op == "indexer" else ""
     block = bound[f"{prefix}BLOCK_HEADS"]
     assert bound[f"{prefix}HEADS"] == heads
     assert block & (block - 1) == 0
     assert block < 2 * heads
     blocks = -(-heads // block)
-    if tokens <= 256:  # role after role: a latent row has a program of its own, four indexer keys share one
-        keys = {"mla": tokens, "indexer": -(-tokens // 4)}[op]
-        assert grid == (keys + tokens * blocks,)
-    else:  # groups of four tokens, of which the last here has one: two programs of two latent rows, one of four keys
-        assert grid == (65 * ({"mla": 2, "indexer": 1}[op] + 4 * blocks),)
+    if gpu == "sm_90":  # role after role: four latent rows, or four indexer keys, have a program
+        assert grid == (-(-tokens // 4) + tokens * blocks,)
+    else:  # groups of four tokens, the last perhaps of fewer: four programs of a latent row, one of four keys
+        assert grid == (-(-tokens // 4) * ({"mla": 4, "indexer": 1}[op] + 4 * blocks),)
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -156,14 +156,14 @@ def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(
 
 
 def test_there_is_a_plan_for_each_vendor_and_any_number_of_tokens() -> None:
-    assert launch.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
-    for by_heads in launch.PLANS.values():
-        assert by_heads.keys() == {"none", "attention", "indexer"}
-        for plans in by_heads.values():
-            most = [count for count, _ in plans]
+    assert plans.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
+    for by_work in plans.PLANS.values():
+        assert by_work.keys() == set(plans.WORK.values())
+        for by_tokens in by_work.values():
+            most = [count for count, _ in by_tokens]
             assert most == sorted(most)
-            assert most[-1] == launch.ANY
-            for _, plan in plans:
+            assert most[-1] == plans.ANY
+            for _, plan in by_tokens:
                 rows = (plan.index_rows, plan.latent_rows, plan.norm_rows)
                 for count in (plan.block_heads, plan.rope_block_heads, plan.index_block_heads, *rows):
                     assert count & (count - 1) == 0
@@ -171,25 +171,38 @@ def test_there_is_a_plan_for_each_vendor_and_any_number_of_tokens() -> None:
                 assert plan.threads in (32, 64, 128, 256)
 
 
-@pytest.mark.parametrize(("tokens", "place"), [(1, 0), (256, 0), (257, 1), (1024, 2), (1025, 3), (2**20, 3)])
+@pytest.mark.parametrize(("tokens", "place"), [(1, 0), (512, 0), (513, 1), (2**20, 1)])
 def test_a_plan_serves_up_to_its_tokens(tokens: int, place: int) -> None:
     _, config = EVERY_OP["latents"].resolve(**FULL_CALLS["latents"]())
-    plans = launch.plans_of(Target.named("sm_90"), config)
-    assert plans is launch.PLANS["nvidia"]["none"]
-    assert launch.plan_for(plans, tokens) is plans[place][1]
+    by_tokens = plans.plans_of(Target.named("sm_90"), config)
+    assert by_tokens is plans.PLANS["nvidia"]["latents"]
+    assert plans.plan_for(by_tokens, tokens) is by_tokens[place][1]
 
 
-@pytest.mark.parametrize(("op", "heads"), [("mla", "attention"), ("indexer", "indexer"), ("qk", "indexer")])
-def test_plans_are_told_by_the_heads_of_an_op(op: str, heads: str) -> None:
-    _, config = EVERY_OP[op].resolve(**FULL_CALLS[op]())
-    assert launch.plans_of(Target.named("sm_90"), config) is launch.PLANS["nvidia"][heads]
+WORK = {
+    "mla": ("attention", "attention"),
+    "indexer": ("indexer", "indexer"),
+    "qk": ("queries and keys", "attention"),
+    "latents": ("latents", "latents"),
+    "queries": ("queries", "attention"),
+}
+"""The work of an op, and of its call on a layer without an indexer, where it takes that."""
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_plans_are_told_by_the_work_of_a_call(op: str) -> None:
+    given = FULL_CALLS[op]()
+    without = {name: value for name, value in given.items() if not name.startswith("index_")}
+    for call, work in zip((given, without), WORK[op]):
+        _, config = EVERY_OP[op].resolve(**call)
+        assert plans.plans_of(Target.named("sm_90"), config) is plans.PLANS["nvidia"][work]
 
 
 @pytest.mark.parametrize(
     ("most", "heads", "want"), [(8, 1, 1), (8, 3, 4), (8, 7, 8), (8, 9, 8), (4, 128, 4), (8, 0, 1)]
 )
 def test_a_block_of_heads_is_a_power_of_two_no_larger_than_it_must_be(most: int, heads: int, want: int) -> None:
-    assert launch.head_block(most, heads) == want
+    assert plans.head_block(most, heads) == want
 
 
 @pytest.mark.parametrize(
@@ -209,8 +222,8 @@ def test_rows_are_aligned_only_if_address_and_every_stride_are(
     base = guarded((4096,), torch.bfloat16)
     base = base[(-base.data_ptr() % 16) // 2 :]
     tensor = base.as_strided(shape, stride, base.storage_offset() + shift)
-    assert launch.alignment(tensor) == want
-    assert launch.alignment(base.as_strided((1, 8), (8, 1)), tensor) == want
+    assert parameters.alignment(tensor) == want
+    assert parameters.alignment(base.as_strided((1, 8), (8, 1)), tensor) == want
 
 
 @pytest.mark.parametrize("name", ["q_nope", "q_pe", "kv_c", "k_pe", "q_out", "cos_sin_cache"])
@@ -234,30 +247,43 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[tuple[int, ...], int]] = []
-        self.checked = 0
+        self.checked = self.through_triton = self.compiled = 0
+        self.refuses = False
         self.device: int | None = None  # the index of torch.device("cpu")
         self.hooks: list[Any] = []
         self.parameters: dict[str, int] = {}
         monkeypatch.setattr(Target, "of", staticmethod(lambda _device: Target.named("sm_90")))
         monkeypatch.setattr(launch, "current_device", lambda: self.device)
         monkeypatch.setattr(launch, "launch_hooks", lambda: self.hooks)
-        monkeypatch.setattr(launch, "relaunch_of", self._relaunch_of)
-        monkeypatch.setattr(grids.prepare, "warmup", lambda *_args, **_kwargs: None)
+        monkeypatch.setattr(launch, "Kernel", lambda *_: SimpleNamespace(launch=self._launch))
+        monkeypatch.setattr(launch, "_KERNELS", {})
+        monkeypatch.setattr(launch, "run", self._run)
+        monkeypatch.setattr(grids.prepare, "warmup", self._compile)
         monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _index: 77))
         provider = SimpleNamespace(run=self._run, again=launch.again)
         forget()
         for op in EVERY_OP.values():
             monkeypatch.setattr(op, "_provider", lambda *_: provider)
+            monkeypatch.setattr(op, "_resolve", lambda arguments, resolve=op._resolve: self._check(resolve, arguments))
+
+    def _check(self, resolve: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        self.checked += 1
+        return resolve(arguments)
+
+    def _compile(self, *_args: Any, **_kwargs: Any) -> None:
+        self.compiled += 1
 
     def _run(self, *_: Any) -> None:
-        self.checked += 1
+        self.through_triton += 1
 
-    def _relaunch_of(self, _compiled: Any, _programs: int, _values: Any, pointers: dict[str, int], _count: int) -> Any:
-        self.parameters = pointers
+    def _launch(self, _programs: int, values: tuple[Any, ...], place_of: dict[int, int], _addresses: int) -> Any:
+        named = zip(grids.prepare.arg_names, values)
+        self.parameters = {name: place_of[id(value)] for name, value in named if id(value) in place_of}
 
         def relaunch(addresses: tuple[int, ...], stream: int) -> bool:
-            self.launches.append((addresses, stream))
-            return True
+            if not self.refuses:
+                self.launches.append((addresses, stream))
+            return not self.refuses
 
         return relaunch
 
@@ -267,11 +293,10 @@ class Gpu:
 
     def knows(self, call: Callable[[], object]) -> bool:
         """Whether a call was launched again, rather than checked."""
-        before = self.checked, len(self.launches)
+        before = self.checked, len(self.launches) + self.through_triton
         call()
-        after = self.checked - before[0], len(self.launches) - before[1]
-        assert after in ((1, 0), (0, 1))
-        return after == (0, 1)
+        assert len(self.launches) + self.through_triton == before[1] + 1
+        return self.checked == before[0]
 
 
 @pytest.fixture
@@ -330,6 +355,48 @@ def test_arguments_that_once_were_one_tensor_are_checked_again_when_they_are_two
     assert gpu.knows(lambda: EVERY_OP["qk"](**shared))
 
 
+def test_another_number_of_tokens_is_checked_and_launched_without_asking_triton(gpu: Gpu) -> None:
+    for tokens in (3, 4, 5):
+        call = mla_call(tokens)
+        assert not gpu.knows(lambda: EVERY_OP["mla"](**call))  # noqa: B023
+        assert gpu.address("q_nope_ptr") == call["q_nope"].data_ptr()
+    assert (gpu.compiled, len(gpu.launches)) == (1, 3)
+    for tokens, compiled in ((512, 2), (513, 3)):  # another op, and its plan for more tokens
+        EVERY_OP["latents"](**latents_call(tokens))
+        assert gpu.compiled == compiled
+
+
+OTHER_KERNELS: dict[str, dict[str, Any]] = {
+    "another dtype of a weight": {"index_norm_weight": torch.ones(128, dtype=torch.float64)},
+    "another dtype of the slots": {"slot_mapping": torch.arange(3, dtype=torch.int32)},
+    "rows that are not aligned": {"q_c": torch.zeros(3, 193, dtype=torch.bfloat16)[:, 1:]},
+    "one optional output": {"kv_c_out": torch.zeros(3, 512, dtype=torch.bfloat16)},
+    "the other optional output": {"k_pe_out": torch.zeros(3, 64, dtype=torch.bfloat16)},
+    "no tokens to choose": {"topk_indices": None},
+    "another name": {"rounding": "fp32"},
+}
+
+
+@pytest.mark.parametrize("others", OTHER_KERNELS.values(), ids=OTHER_KERNELS)
+def test_what_a_kernel_is_compiled_for_makes_it_another(others: dict[str, Any], gpu: Gpu) -> None:
+    call = latents_call(3) | {"q_c_out": None, "kv_c_out": None, "k_pe_out": None}
+    call |= {"slot_mapping": torch.arange(3), "topk_indices": torch.zeros(3, 40, dtype=torch.int32)}
+    call |= {name: torch.zeros(3, call[name].shape[-1], dtype=torch.bfloat16) for name in ("q_c", "kv_c", "k_pe")}
+    call |= {"index_k": torch.zeros(3, 128, dtype=torch.bfloat16)}
+    for compiled, each in enumerate((call, call | others, call), start=1):
+        EVERY_OP["latents"](**each)
+        assert gpu.compiled == min(compiled, 2)
+
+
+def test_a_checked_call_that_the_driver_refuses_is_launched_through_triton(gpu: Gpu) -> None:
+    gpu.refuses = True
+    for _ in range(2):
+        assert not gpu.knows(lambda: EVERY_OP["mla"](**mla_call(3)))
+    assert gpu.through_triton == 2
+    gpu.refuses = False
+    assert gpu.knows(lambda: EVERY_OP["mla"](**mla_call(3)))
+
+
 def test_a_known_call_of_no_tokens_still_makes_its_outputs(gpu: Gpu) -> None:
     call = mla_call(0) | {"q_out": None}
     first, second = (EVERY_OP["mla"](**call) for _ in range(2))
@@ -343,7 +410,7 @@ def test_a_known_call_makes_the_outputs_that_a_checked_one_makes(op: str, gpu: G
     call = FULL_CALLS[op]()
     call |= dict.fromkeys(EVERY_OP[op].output_names)
     first, second = (EVERY_OP[op](**call) for _ in range(2))
-    assert (gpu.checked, len(gpu.launches)) == (1, 1)
+    assert (gpu.checked, len(gpu.launches)) == (1, 2)
     for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (first, second)), strict=True):
         assert a.data_ptr() != b.data_ptr()
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
@@ -382,7 +449,7 @@ def test_a_call_that_looks_different_is_checked(
     monkeypatch.setattr(whole, "_resolve", lambda arguments: resolved.append(arguments) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         whole(**call | change(call))
-    assert len(resolved) == len(gpu.launches) == 1
+    assert (len(resolved), len(gpu.launches)) == (1, 2)
 
 
 @pytest.mark.parametrize("names", [("with", "without"), ("without", "with")])
@@ -391,17 +458,16 @@ def test_a_query_of_the_rotary_part_alone_is_another_call(names: tuple[str, ...]
     calls = {"with": whole, "without": whole | {"q_nope": None}}
     queries = EVERY_OP["queries"]
     widths = [queries(**calls[name])[0].shape[-1] for name in (*names, *names)]
-    assert (gpu.checked, len(gpu.launches)) == (2, 2)
+    assert (gpu.checked, len(gpu.launches)) == (2, 4)
     assert widths == [{"with": 576, "without": 64}[name] for name in (*names, *names)]
 
 
 def test_a_call_under_other_switches_is_checked(gpu: Gpu) -> None:
     call = mla_call(3)
     assert not gpu.knows(lambda: EVERY_OP["mla"](**call))
-    for _ in range(2):
+    for known in (False, True):
         with switches.override(provider="triton"):
-            first = gpu.knows(lambda: EVERY_OP["mla"](**call))
-        assert first is (gpu.checked == 2 and len(gpu.launches) == 1)
+            assert gpu.knows(lambda: EVERY_OP["mla"](**call)) is known
     assert gpu.knows(lambda: EVERY_OP["mla"](**call))
     assert gpu.checked == 2
 
@@ -447,8 +513,8 @@ def test_a_scale_that_nothing_needs_may_lie_anywhere(gpu: Gpu) -> None:
 
 
 def test_addresses_that_passed_are_not_kept_without_bound(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_ADDRESSES", 2)
-    monkeypatch.setattr(launch.Addresses, "_passed", passed := set())
+    monkeypatch.setattr(addresses, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(addresses.Addresses, "_passed", passed := set())
     calls = [mla_call(3) for _ in range(5)]
     for call in calls:
         EVERY_OP["mla"](**call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsafuse.kernels import launch, offline, relaunch
+from dsafuse.kernels import offline, relaunch
 from dsafuse.target import Target, assumed
 from tests.inputs import EVERY_OP, FN, Call, indexer_call, latents_call, mla_call, qk_call, queries_call
 
@@ -48,9 +49,10 @@ class Kernel:
         # Backwards, so that no address lies where its parameter does.
         self.places = {name: place for place, name in enumerate(reversed(tensors))}
 
-    @property
-    def parameters(self) -> list[relaunch.Parameter]:
-        return relaunch.parameters_of(self.compiled, self.values, self.places)
+    def launch(self, cuda: Any, programs: int = 7) -> relaunch.Relaunch:
+        place_of = {id(self.values[name]): place for name, place in self.places.items()}
+        kernel = relaunch.Kernel(self.compiled, cuda)
+        return kernel.launch(programs, tuple(self.values.values()), place_of, len(self.places))
 
     def addresses(self, first: int = 0x7F00_1234_0000) -> tuple[int, ...]:
         return tuple(first + 4096 * i for i in range(len(self.places)))
@@ -101,17 +103,13 @@ def sizes_of(kernel: Kernel) -> list[int]:
     return [bytes_of[line.split(".param .", 1)[1][:3]] for line in header.splitlines() if ".param ." in line]
 
 
-def relaunched(kernel: Kernel, driver: Driver) -> relaunch.Relaunch:
-    return relaunch.driver_launch(kernel.compiled, 7, kernel.parameters, len(kernel.places), driver)
-
-
 @pytest.mark.parametrize("op", EVERY_OP)
 def test_the_driver_gets_every_parameter_that_the_kernel_has(op: str, kernels: Callable[[str], Kernel]) -> None:
     kernel = kernels(op)
     driver = Driver(sizes_of(kernel))
-    assert relaunch.why_not_driver(kernel.compiled, kernel.parameters, driver) is None
+    assert relaunch.why_not_driver(kernel.compiled, driver) is None
     addresses = kernel.addresses()
-    assert relaunched(kernel, driver)(addresses, STREAM)
+    assert kernel.launch(driver)(addresses, STREAM)
     (launched,) = driver.launches
     threads = kernel.compiled.metadata.num_warps * 32
     assert launched.shape == [7, 1, 1, threads, 1, 1, kernel.compiled.metadata.shared]
@@ -132,14 +130,14 @@ def test_the_driver_gets_every_parameter_that_the_kernel_has(op: str, kernels: C
 def test_without_dependent_launch_there_is_no_attribute(op: str) -> None:
     kernel = Kernel(op, "sm_89")
     driver = Driver(sizes_of(kernel))
-    relaunched(kernel, driver)(kernel.addresses(), STREAM)
+    kernel.launch(driver)(kernel.addresses(), STREAM)
     assert driver.launches[0].attributes == []
 
 
 def test_a_launch_inside_a_launch_has_memory_of_its_own(kernels: Callable[[str], Kernel]) -> None:
     kernel = kernels("mla")
     driver = Driver(sizes_of(kernel))
-    again = relaunched(kernel, driver)
+    again = kernel.launch(driver)
     outer, inner = kernel.addresses(0x7F00_0000_0000), kernel.addresses(0x7F01_0000_0000)
 
     def other_thread() -> None:
@@ -157,53 +155,42 @@ def test_a_launch_inside_a_launch_has_memory_of_its_own(kernels: Callable[[str],
 
 def test_a_launch_that_the_driver_refuses_has_not_been(kernels: Callable[[str], Kernel]) -> None:
     kernel = kernels("mla")
-    assert not relaunched(kernel, Driver(sizes_of(kernel), status=201))(kernel.addresses(), STREAM)
+    assert not kernel.launch(Driver(sizes_of(kernel), status=201))(kernel.addresses(), STREAM)
 
 
 def with_metadata(kernel: Kernel, **values: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(kernel.compiled), "metadata": kernel.compiled.metadata._replace(**values)})
 
 
-REASONS: dict[str, Callable[[Kernel], str | None]] = {
-    "there is no CUDA driver": lambda k: relaunch.why_not_driver(k.compiled, k.parameters, None),
-    "num_ctas is 2": lambda k: relaunch.why_not_driver(with_metadata(k, num_ctas=2), k.parameters, Driver([])),
-    "launch_cooperative_grid is True": lambda k: relaunch.why_not_driver(
-        with_metadata(k, launch_cooperative_grid=True), k.parameters, Driver([])
-    ),
-    "global_scratch_size is 128": lambda k: relaunch.why_not_driver(
-        with_metadata(k, global_scratch_size=128), k.parameters, Driver([])
-    ),
-    "profile_scratch_size is 64": lambda k: relaunch.why_not_driver(
-        with_metadata(k, profile_scratch_size=64), k.parameters, Driver([])
-    ),
-    "it takes 65536 bytes of shared memory": lambda k: relaunch.why_not_driver(
-        with_metadata(k, shared=65536), k.parameters, Driver([])
-    ),
-    "it has a parameter of type fp64": lambda k: relaunch.why_not_driver(
-        k.compiled, [*k.parameters, relaunch.Parameter("fp64", 1.0)], Driver([])
-    ),
-    "it has a pointer that is no tensor of the call": lambda k: relaunch.why_not_driver(
-        k.compiled, [*k.parameters, relaunch.Parameter("*fp32")], Driver([])
-    ),
-    "the driver lists parameters of": lambda k: relaunch.why_not_driver(
-        k.compiled, k.parameters, Driver([*sizes_of(k), 8])
-    ),
-    "the driver lists no parameters": lambda k: relaunch.why_not_driver(k.compiled, k.parameters, SimpleNamespace()),
+def with_parameter(kernel: Kernel, kind: str) -> SimpleNamespace:
+    signature = {**kernel.compiled.src.signature, "another": kind}
+    return SimpleNamespace(**{**vars(kernel.compiled), "src": SimpleNamespace(signature=signature)})
+
+
+REASONS: dict[str, Callable[[Kernel], tuple[Any, Any]]] = {
+    "there is no CUDA driver": lambda k: (k.compiled, None),
+    "num_ctas is 2": lambda k: (with_metadata(k, num_ctas=2), Driver([])),
+    "launch_cooperative_grid is True": lambda k: (with_metadata(k, launch_cooperative_grid=True), Driver([])),
+    "global_scratch_size is 128": lambda k: (with_metadata(k, global_scratch_size=128), Driver([])),
+    "profile_scratch_size is 64": lambda k: (with_metadata(k, profile_scratch_size=64), Driver([])),
+    "it takes 65536 bytes of shared memory": lambda k: (with_metadata(k, shared=65536), Driver([])),
+    "it has a parameter of type fp64": lambda k: (with_parameter(k, "fp64"), Driver([])),
+    "the driver lists parameters of": lambda k: (k.compiled, Driver([*sizes_of(k), 8])),
+    "the driver lists no parameters": lambda k: (k.compiled, SimpleNamespace()),
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_kernel_that_the_driver_can_not_be_given_says_why(reason: str, kernels: Callable[[str], Kernel]) -> None:
-    said = REASONS[reason](kernels("mla"))
+    said = relaunch.why_not_driver(*REASONS[reason](kernels("mla")))
     assert said is not None
     assert said.startswith(reason)
 
 
 def test_triton_gets_every_parameter_of_the_python_function(kernels: Callable[[str], Kernel]) -> None:
     kernel = kernels("qk")
-    again = relaunch.triton_launch(kernel.compiled, 7, kernel.values, kernel.places)
     addresses = kernel.addresses()
-    assert again(addresses, STREAM)
+    assert kernel.launch(None)(addresses, STREAM)
     ((*head, function, packed, _, enter, leave), values) = (
         kernel.run_with[-1][:9],
         dict(zip(kernel.values, kernel.run_with[-1][9:], strict=True)),
@@ -215,19 +202,26 @@ def test_triton_gets_every_parameter_of_the_python_function(kernels: Callable[[s
         assert value == expected, name
 
 
-@pytest.mark.parametrize(("driver", "through"), [(True, "driver"), (False, "triton")])
+@pytest.mark.parametrize("there", [True, False])
 def test_a_kernel_is_launched_through_the_driver_where_that_can_be(
-    driver: bool, through: str, kernels: Callable[[str], Kernel], monkeypatch: pytest.MonkeyPatch
+    there: bool, kernels: Callable[[str], Kernel]
 ) -> None:
     kernel = kernels("mla")
-    cuda = Driver(sizes_of(kernel)) if driver else None
-    monkeypatch.setattr(relaunch, "cuda_driver", lambda: cuda)
     kernel.run_with.clear()
-    relaunch.relaunch_of(kernel.compiled, 7, kernel.values, kernel.places, len(kernel.places))(
-        kernel.addresses(), STREAM
-    )
-    assert (len(cuda.launches) if cuda else 0, len(kernel.run_with)) == ((1, 0) if through == "driver" else (0, 1))
+    driver = Driver(sizes_of(kernel))
+    kernel.launch(driver if there else None)(kernel.addresses(), STREAM)
+    assert (len(driver.launches), len(kernel.run_with)) == ((1, 0) if there else (0, 1))
 
 
-def test_launch_relaunches_through_this_module() -> None:
-    assert launch.relaunch_of is relaunch.relaunch_of
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_kept_for_later_launches_keeps_no_tensor_alive(there: bool, kernels: Callable[[str], Kernel]) -> None:
+    kernel = kernels("mla")
+    tensor = torch.empty(4, device="meta")
+    values = tuple(tensor if name == "q_nope_ptr" else value for name, value in kernel.values.items())
+    place_of = {id(value): place for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    made = relaunch.Kernel(kernel.compiled, Driver(sizes_of(kernel)) if there else None)
+    again = made.launch(7, values, place_of, len(values))
+    alive = weakref.ref(tensor)
+    del tensor, values
+    assert again
+    assert alive() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from dsafuse.kernels import ahead, grids, launch
+from dsafuse.kernels import ahead, grids, launch, plans
 from dsafuse.models import MODELS
 from dsafuse.target import Target, assumed
 from dsafuse.warming import meta_call, warm_up
@@ -86,14 +87,14 @@ def restrided(call: Call, columns: int) -> Call:
     }
 
 
-def plans_of(op: str) -> dict[launch.LaunchPlan, list[int]]:
+def plans_of(op: str) -> dict[plans.LaunchPlan, list[int]]:
     """The plans of an op's call, each with token counts that it serves; 1 and multiples of 16 are what Triton would
     specialise on."""
     _, config = EVERY_OP[op].resolve(**CALLS[op](3))
-    plans = launch.plans_of(SM_90, config)
-    counts: dict[launch.LaunchPlan, list[int]] = {plan: [] for _, plan in plans}
-    for tokens in (1, 2, 3, 15, 16, 17, 64, 200, *(most + 1 for most, _ in plans[:-1])):
-        counts[launch.plan_for(plans, tokens)].append(tokens)
+    by_tokens = plans.plans_of(SM_90, config)
+    counts: dict[plans.LaunchPlan, list[int]] = {plan: [] for _, plan in by_tokens}
+    for tokens in (1, 2, 3, 15, 16, 17, 64, 200, *(most + 1 for most, _ in by_tokens[:-1])):
+        counts[plans.plan_for(by_tokens, tokens)].append(tokens)
     return counts
 
 
@@ -111,6 +112,32 @@ def test_a_plan_is_compiled_once_for_aligned_rows_and_once_for_others(op: str, j
             jit.launch(op, restrided(CALLS[op](count), columns))
             assert jit.compiled == before + 2, (count, columns)
         before = jit.compiled
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_configuration_has_two_variants_a_plan_times_two_for_each_cache(op: str, jit: Jit) -> None:
+    """Rows that are aligned or not; and the same of a cache, which an engine does not move, so that it meets two."""
+    plans_, caches = plans_of(op), [name for name in CALLS[op](3) if name.endswith("kv_cache")]
+    for tokens in plans_.values():
+        for count, columns in ((tokens[0], 8), (tokens[0], 1), (tokens[-1], 8), (tokens[-1], 3)):
+            call = restrided(CALLS[op](count), columns)
+            for shifts in itertools.product((0, 4, 8), repeat=len(caches)):
+                moved = {name: shifted(call[name], shift) for name, shift in zip(caches, shifts)}
+                jit.launch(op, call | moved)
+    assert jit.compiled == len(plans_) * 2 ** (1 + len(caches))
+
+
+def shifted(cache: torch.Tensor, count: int) -> torch.Tensor:
+    """An empty cache of one block of this shape, `count` bytes behind a multiple of 16."""
+    block_bytes = cache[0].numel() * cache.element_size()
+    memory = torch.zeros(block_bytes + 32, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + count
+    return memory[start : start + block_bytes].view(cache.dtype).view(1, *cache.shape[1:])
+
+
+def test_the_number_of_tokens_compiles_something_for_one_op_alone() -> None:
+    """prepare_latents has two plans, for a target that neither reaches by itself (`PLANS`)."""
+    assert {op: len(plans_of(op)) for op in EVERY_OP} == {"mla": 1, "indexer": 1, "qk": 1, "latents": 2, "queries": 1}
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -138,7 +165,7 @@ def test_what_was_compiled_ahead_is_what_a_launch_looks_for(op: str, jit: Jit) -
     for alignment in ahead.ALIGNMENTS:
         ahead.compile_call(name, arguments, config, SM_90, alignment, here=False)
     on_disk = list(jit.asked)
-    assert len(set(on_disk)) == len(launch.plans_of(SM_90, config)) * len(ahead.ALIGNMENTS)
+    assert len(set(on_disk)) == len(plans.plans_of(SM_90, config)) * len(ahead.ALIGNMENTS)
     jit.asked.clear()
     launch.launch(name, arguments, config, jit)  # type: ignore[arg-type]
     assert jit.asked

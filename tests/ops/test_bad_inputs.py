@@ -703,6 +703,20 @@ def test_a_view_with_the_negative_bit_is_refused() -> None:
     assert_refused("mla", call, ValueError, r"^q_pe: got a view with the negative bit")
 
 
+@pytest.mark.parametrize(
+    ("other", "got"),
+    [
+        (lambda tensor: tensor.to_sparse(), r"torch\.sparse_coo"),
+        (lambda tensor: torch.nested.nested_tensor([tensor[0], tensor[1]]), "a nested tensor"),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_a_tensor_without_strides_is_refused(other: Callable[[torch.Tensor], torch.Tensor], got: str) -> None:
+    call = mla_call(3)
+    with pytest.raises(TypeError, match=rf"^q_pe: got {got}, expected a strided tensor"):
+        OPS["mla"](**call | {"q_pe": other(call["q_pe"])})
+
+
 SCALES: dict[str, tuple[Any, type[Exception], str]] = {
     "missing": (None, ValueError, r"got None, expected one fp32 element"),
     "a float": (1.0, TypeError, r"got float, expected a torch.Tensor"),

@@ -11,7 +11,7 @@ import torch
 from triton.runtime import driver
 
 from dsafuse.kernels import grids, offline
-from dsafuse.kernels.launch import VECTOR_BYTES
+from dsafuse.kernels.parameters import VECTOR_BYTES
 from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments
 from dsafuse.target import Target

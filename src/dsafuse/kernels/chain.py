@@ -5,21 +5,21 @@ import triton.language as tl
 
 from dsafuse.kernels.grids import kernel, wait_for_inputs
 from dsafuse.kernels.roles import (
-    INDEX_Q_FLOOR,
-    INDEX_Q_FLOOR_FP32,
     LATENT,
     ROPE,
     layer_norm,
+    load_parameters,
     norm_q,
+    quantise_index_heads,
     store_index_rows,
     store_latent_rows,
 )
 from dsafuse.kernels.tiles import (
+    live_slot,
     load_angles,
     load_pairs,
     load_row_tile,
     load_slot,
-    quantise_rows,
     reciprocal,
     rotate,
     store_pairs,
@@ -70,7 +70,7 @@ def rotate_heads_and_key(
     program = tl.program_id(0)
     token = (program // PARTS).to(tl.int64)
     part = program % PARTS
-    angles = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
+    angles = load_angles(table_ptr, table_stride, max_position, tl.load(positions_ptr + token), ALIGN)
     if KEY:
         if part == 0:
             one = tl.arange(0, 1)[:, None]
@@ -169,7 +169,7 @@ def write_latent(
     """kv_cache[slot] = quantise(concat(kv_c, k_rot))."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
-    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    slot, live = live_slot(load_slot(slots_ptr, slot_count, token), capacity)
     x1, x2 = load_pairs(k_rot_ptr, token * ROPE, None, NEOX, 16)
     latent = load_row_tile(kv_c_ptr, token * kv_c_stride + tl.arange(0, LATENT)[None, :], None, ALIGN)
     store_latent_rows(
@@ -181,7 +181,7 @@ def write_latent(
         cache_ptr,
         cache_stride_block,
         cache_stride_row,
-        k_scale_ptr,
+        tl.load(k_scale_ptr) if LAYOUT == "fp8" else None,
         BLOCK_SIZE,
         LAYOUT,
         NEOX,
@@ -210,7 +210,8 @@ def norm_key(
     rows = token * k_stride + tl.arange(0, 1)[:, None]
     k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
     k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
-    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, weight_ptr, bias_ptr, eps, NEOX)
+    weight, bias = load_parameters(weight_ptr, NEOX), load_parameters(bias_ptr, NEOX)
+    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, weight, bias, eps)
     dtype: tl.constexpr = k_norm_ptr.dtype.element_ty
     out = token * (2 * ROPE) + tl.arange(0, 1)[:, None]
     store_pairs(k_norm_ptr, out, x1.to(dtype), x2.to(dtype), None, NEOX, 16)
@@ -247,12 +248,12 @@ def quantise_index_query(
     heads = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     x1, x2 = load_pairs(q_rot_ptr, (token * HEADS + head) * ROPE, mask, NEOX, 16)
     y1, y2 = load_pairs(q_ptr, token * q_stride_token + head * q_stride_head + ROPE, mask, NEOX, ALIGN)
-    c1, c2, d1, d2, scale = quantise_rows(
+    c1, c2, d1, d2, scale = quantise_index_heads(
         x1.to(tl.float32),
         x2.to(tl.float32),
         y1.to(tl.float32),
         y2.to(tl.float32),
-        INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32,
+        ROUND,
         UE8M0,
         FP8,
         FP8_MAX,
@@ -308,7 +309,7 @@ def write_key(
     """kv_cache[slot] = quantise(concat(k_rot, rest of k_norm)), one scale a row."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
-    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
+    slot, live = live_slot(load_slot(slots_ptr, slot_count, token), capacity)
     x1, x2 = load_pairs(k_rot_ptr, token * ROPE, None, NEOX, 16)
     y1, y2 = load_pairs(k_norm_ptr, token * (2 * ROPE) + ROPE, None, NEOX, 16)
     store_index_rows(
@@ -344,7 +345,6 @@ def normalise(
     PDL: tl.constexpr,
 ):
     """out = rms_norm(x), a row for each program."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     tokens = tl.num_programs(0)
-    norm_q(token, tokens, x_ptr, x_stride, weight_ptr, eps, out_ptr, out_stride, None, 0, WIDTH, 0, ALIGN)
+    norm_q(token, tokens, x_ptr, x_stride, weight_ptr, eps, out_ptr, out_stride, None, 0, WIDTH, 0, ALIGN, PDL)

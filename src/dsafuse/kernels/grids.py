@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsafuse.kernels.roles import index_k, index_q, latent_kv, latent_q, norm_q
+from dsafuse.kernels.tiles import let_next_grid_start, wait_for_grid_before
 
 
 def kernel(fn):
@@ -20,15 +21,9 @@ def kernel(fn):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Under programmatic dependent launch: wait for the grid before this one, then let the next one start.
-
-    What a program can do without memory comes before it, and takes no time then.
-    Every program waits first, those that return early included: one that had not would let a later grid run
-    before an earlier one's writes are visible.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """What a kernel without roles begins with: wait for the grid before it, and let the next one start."""
+    wait_for_grid_before(PDL)
+    let_next_grid_start(PDL)
 
 
 @triton.jit
@@ -165,7 +160,7 @@ def prepare(
         programs = first_latent_q + span * HEAD_BLOCKS
         first = work // programs * GROUP
         work = work % programs
-    wait_for_inputs(PDL)
+    # Each branch waits for the grid before, the roles when they have their addresses.
     # From the last role to the first, each with an end of its own, and bounds alone: then a compiler sees a tree, and
     # reads a role's arguments inside its branch. Branches that joined again, or tests for one part, kept all of
     # prepare_qk's 90 words of arguments in scalar registers on gfx942 and gfx950, and spilled some.
@@ -173,6 +168,7 @@ def prepare(
         if work >= first_latent_q:
             token = (first + (work - first_latent_q) // HEAD_BLOCKS).to(tl.int64)
             if token >= tokens:
+                wait_for_grid_before(PDL)
                 return
             latent_q(
                 token,
@@ -200,12 +196,14 @@ def prepare(
                 SIGNED_NAN,
                 ROUND,
                 ALIGN,
+                PDL,
             )
             return
     if INDEX_HEADS:
         if work >= first_index_q:
             token = (first + (work - first_index_q) // INDEX_BLOCKS).to(tl.int64)
             if token >= tokens:
+                wait_for_grid_before(PDL)
                 return
             index_q(
                 token,
@@ -234,6 +232,7 @@ def prepare(
                 SIGNED_NAN,
                 ROUND,
                 ALIGN,
+                PDL,
             )
             return
     if NORM_ROWS:
@@ -252,6 +251,7 @@ def prepare(
                 Q_WIDTH,
                 TOPK,
                 ALIGN,
+                PDL,
             )
             return
     if LATENT_ROWS:
@@ -290,6 +290,7 @@ def prepare(
                 ROUND,
                 ALIGN,
                 CACHE_ALIGN,
+                PDL,
             )
             return
     if INDEX_ROWS:
@@ -320,4 +321,5 @@ def prepare(
             ROUND,
             ALIGN,
             INDEX_CACHE_ALIGN,
+            PDL,
         )

@@ -76,16 +76,39 @@ def corrected_casts() -> Iterator[None]:
     """Replace the interpreter's float conversion by torch's for the length of a block.
 
     Triton 3.6 to 3.9 truncate fp32 -> bf16, and lose the carry into the exponent of fp32 -> fp8: 7.95 becomes 4.0.
-    tests/kernels/test_interpreter.py tells when this is no longer needed.
+    tests/kernels/test_interpreter.py tells when this is no longer needed. 3.7 does not know the type e4m3fnuz, and its
+    maximum of a number and NaN is NaN, where a GPU's is the number.
     """
     from triton.runtime import interpreter
 
-    original = interpreter._convert_float
-    interpreter._convert_float = _convert_float
+    builder = interpreter.InterpreterBuilder
+    replaced = [
+        (interpreter, "_convert_float", _convert_float),
+        (interpreter, "_patch_lang", _with_fnuz_after(interpreter._patch_lang)),
+        (builder, "create_maxnumf", lambda self, one, other: self.binary_op(one, other, np.fmax)),
+        (builder, "create_minnumf", lambda self, one, other: self.binary_op(one, other, np.fmin)),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, corrected in replaced:
+        setattr(owner, name, corrected)
     try:
         yield
     finally:
-        interpreter._convert_float = original
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _with_fnuz_after(patch: Any) -> Any:
+    return lambda function: _with_fnuz(patch(function))
+
+
+def _with_fnuz(scope: Any) -> Any:
+    """The scope of functions that are now replaced, and will be restored together, one of them with a type more."""
+    import triton.language as tl
+
+    known = tl.dtype.to_ir
+    tl.dtype.to_ir = lambda self, builder: builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else known(self, builder)
+    return scope
 
 
 @contextmanager

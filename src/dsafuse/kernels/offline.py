@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsafuse.kernels import chain, grids, launch, steps
+from dsafuse.kernels.plans import plans_of
 from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments
 from dsafuse.target import Target, assumed
@@ -77,7 +78,7 @@ def fused_launches(op: str, arguments: Arguments, config: Config, target: Target
     All but the last, for the most tokens, carry in their names how many tokens they serve.
     """
     recorder = Recorder(grids)
-    plans = launch.plans_of(target, config)
+    plans = plans_of(target, config)
     with assumed(target):
         for _, plan in plans:
             launch.launch(op, arguments, config, recorder, plan)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,59 +26,91 @@ _SCRATCH = 2
 _MOST_SHARED_BYTES = 48 * 1024
 """More takes attributes that are set when a kernel is loaded, or launched."""
 
+_WORD = 8
+
 # cuda.h: CUlaunchConfig {grid x y z, block x y z, shared bytes, stream, attributes, how many}; CUlaunchAttribute {id,
 # 64 bytes of value}; CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
-_CONFIG = struct.Struct("@7I4xPPI4x")
+_CONFIG = "7I4xPPI4x"
 _STREAM = 32
-_ATTRIBUTE = struct.Struct("@I4xi60x")
+_ATTRIBUTE = "I4xi60x"
 _DEPENDENT_LAUNCH = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of a compiled kernel: Triton's name of its type, and its value or its place among the addresses."""
-
-    kind: str
-    value: Any = None
-    place: int | None = None
-
-    @property
-    def pointer(self) -> bool:
-        """Whether it is an address."""
-        return self.kind.startswith("*")
-
-    @property
-    def format(self) -> str:
-        """How it lies in memory."""
-        return "P" if self.pointer else _FORMATS[self.kind]
-
-
-def relaunch_of(
-    compiled: Any, programs: int, values: Mapping[str, Any], pointers: Mapping[str, int], addresses: int
-) -> Relaunch:
-    """A function that launches a compiled kernel, through the driver where that can be.
+class Kernel:
+    """A compiled kernel, and what is the same at all of its launches.
 
     Args:
-        compiled: what Triton compiled, and has loaded.
-        programs: of the grid.
-        values: of all parameters of the kernel's Python function, in order, constants included.
-        pointers: the places of those that are tensors among the addresses.
-        addresses: how many there are.
+        compiled: what Triton compiled.
+        cuda: the CUDA driver, None where there is none.
     """
-    parameters = parameters_of(compiled, values, pointers)
-    cuda = cuda_driver()
-    if why_not_driver(compiled, parameters, cuda) is None:
-        return driver_launch(compiled, programs, parameters, addresses, cuda)
-    return triton_launch(compiled, programs, values, pointers)
+
+    def __init__(self, compiled: Any, cuda: Any) -> None:
+        self._run = compiled.run  # Triton loads a kernel when it is asked for this
+        self._compiled, self._cuda = compiled, cuda
+        self._blocks: dict[int, _Blocks] = {}
+        self.launch = self.triton_launch if why_not_driver(compiled, cuda) else self.driver_launch
+        """Makes a function that launches the kernel, through the driver where that can be."""
+
+    def driver_launch(
+        self, programs: int, values: Sequence[Any], place_of: Mapping[int, int], addresses: int
+    ) -> Relaunch:
+        """Launch through cuLaunchKernelEx.
+
+        Args:
+            programs: of the grid.
+            values: of all parameters of the kernel's Python function, in order, constants included.
+            place_of: of each tensor among them, by its id, the place among the addresses.
+            addresses: how many there are.
+        """
+        blocks = self._blocks.get(addresses)
+        if blocks is None:
+            blocks = self._blocks[addresses] = _Blocks(self._compiled, addresses)
+        launch, function, write = self._cuda.cuLaunchKernelEx, self._compiled.function, blocks.write
+        make = blocks.maker(programs, values, place_of)
+        free = [make()]  # taken and given back, so that threads don't share one
+
+        def relaunch(pointers: tuple[int, ...], stream: int) -> bool:
+            try:
+                block = free.pop()
+            except IndexError:
+                block = make()
+            memory, config, table, attributes, count = block
+            write(memory, _STREAM, stream, attributes, count, *pointers)
+            refused = launch(config, function, table, None)
+            free.append(block)
+            return not refused
+
+        return relaunch
+
+    def triton_launch(
+        self, programs: int, values: Sequence[Any], place_of: Mapping[int, int], _addresses: int
+    ) -> Relaunch:
+        """Launch through Triton, which is given every parameter of the kernel's Python function, constants included."""
+        run, function, packed = self._run, self._compiled.function, self._compiled.packed_metadata
+        places = [place_of.get(id(value)) for value in values]
+        written = [(i, place) for i, place in enumerate(places) if place is not None]
+        template = [value if place is None else None for value, place in zip(values, places)]  # keeps no tensor alive
+
+        def relaunch(pointers: tuple[int, ...], stream: int) -> bool:
+            given = template.copy()
+            for i, place in written:
+                given[i] = pointers[place]
+            run(programs, 1, 1, stream, function, packed, None, None, None, *given)
+            return True
+
+        return relaunch
 
 
-def parameters_of(compiled: Any, values: Mapping[str, Any], pointers: Mapping[str, int]) -> list[Parameter]:
-    """The parameters that a compiled kernel has at run time, in order."""
-    live = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
-    return [Parameter(kind, values[name], pointers.get(name)) for name, kind in live.items()]
+def _live(compiled: Any) -> list[tuple[int, str]]:
+    """The parameters that a compiled kernel has at run time: index among those of its Python function, and type."""
+    return [(i, kind) for i, kind in enumerate(compiled.src.signature.values()) if kind != "constexpr"]
 
 
-def why_not_driver(compiled: Any, parameters: Sequence[Parameter], cuda: Any) -> str | None:
+def _is_pointer(kind: str) -> bool:
+    return kind.startswith("*")
+
+
+def why_not_driver(compiled: Any, cuda: Any) -> str | None:
     """Why a kernel is launched through Triton; None if it is launched through the driver."""
     if cuda is None:
         return "there is no CUDA driver"
@@ -94,14 +125,13 @@ def why_not_driver(compiled: Any, parameters: Sequence[Parameter], cuda: Any) ->
             return f"{name} is {value}"
     if metadata.shared > _MOST_SHARED_BYTES:
         return f"it takes {metadata.shared} bytes of shared memory"
-    for parameter in parameters:
-        if not parameter.pointer and parameter.kind not in _FORMATS:
-            return f"it has a parameter of type {parameter.kind}"
-        if parameter.pointer and parameter.place is None:
-            return "it has a pointer that is no tensor of the call"
+    kinds = [kind for _, kind in _live(compiled)]
+    for kind in kinds:
+        if not _is_pointer(kind) and kind not in _FORMATS:
+            return f"it has a parameter of type {kind}"
     if not hasattr(cuda, "cuFuncGetParamInfo"):
         return "the driver lists no parameters (it does from CUDA 12.4 on)"
-    sizes = [struct.calcsize(parameter.format) for parameter in parameters] + [struct.calcsize("P")] * _SCRATCH
+    sizes = [_WORD if _is_pointer(kind) else struct.calcsize(_FORMATS[kind]) for kind in kinds] + [_WORD] * _SCRATCH
     listed = _listed_sizes(cuda, compiled.function, len(sizes) + 1)
     return None if listed == sizes else f"the driver lists parameters of {listed} bytes, expected {sizes}"
 
@@ -130,64 +160,51 @@ def cuda_driver() -> Any:
     return cuda
 
 
-class _Block:
-    """What cuLaunchKernelEx takes, in one piece of memory: configuration, addresses, scalars, their table, attribute.
+Block = tuple[Any, int, int, int, int]
+"""What cuLaunchKernelEx takes, in one piece of memory; then where in it are configuration, table of parameters and
+attributes, and how many attributes there are."""
+
+
+class _Blocks:
+    """How the blocks of a kernel are laid out: configuration, addresses, scalars, a null, table, attribute.
 
     Stream, attributes and addresses lie side by side: they are what `write` has to write for a launch.
     """
 
-    def __init__(self, compiled: Any, programs: int, parameters: Sequence[Parameter], addresses: int) -> None:
-        metadata, count = compiled.metadata, len(parameters) + _SCRATCH
-        pointers = _CONFIG.size
-        scalars = pointers + 8 * addresses
-        table = scalars + 8 * count
-        attribute = table + 8 * count
-        self.memory = ctypes.create_string_buffer(attribute + _ATTRIBUTE.size)
-        base = ctypes.addressof(self.memory)
-        self.config, self.table = base, base + table
-        self.attributes = base + attribute, int(bool(getattr(metadata, "launch_pdl", False)))
-        threads = metadata.num_warps * metadata.target.warp_size
-        _CONFIG.pack_into(self.memory, 0, programs, 1, 1, threads, 1, 1, metadata.shared, 0, *self.attributes)
-        _ATTRIBUTE.pack_into(self.memory, attribute, _DEPENDENT_LAUNCH, 1)
-        for i, parameter in enumerate(parameters):
-            if parameter.place is None:
-                struct.pack_into(f"@{parameter.format}", self.memory, scalars + 8 * i, parameter.value)
-        places = [parameter.place for parameter in parameters] + [None] * _SCRATCH  # scratch is null, as memory is
-        at = [scalars + 8 * i if place is None else pointers + 8 * place for i, place in enumerate(places)]
-        struct.pack_into(f"@{count}P", self.memory, table, *(base + each for each in at))
+    def __init__(self, compiled: Any, addresses: int) -> None:
+        metadata, live = compiled.metadata, _live(compiled)
+        self._shape = metadata.num_warps * metadata.target.warp_size, 1, 1, metadata.shared
+        self._attributes = int(bool(getattr(metadata, "launch_pdl", False)))
+        scalars = [(i, _FORMATS[kind]) for i, kind in live if not _is_pointer(kind)]
+        self._scalars = [i for i, _ in scalars]
+        self._pointers = struct.calcsize(f"@{_CONFIG}")
+        first = self._pointers + _WORD * addresses
+        at = {i: first + _WORD * n for n, i in enumerate(self._scalars)}
+        null = first + _WORD * len(scalars)
+        self._parameters = [(i, at.get(i)) for i, _ in live]
+        self._scratch = [null] * _SCRATCH
+        self._table = null + _WORD
+        self._attribute = self._table + _WORD * (len(live) + _SCRATCH)
+        # "0q" rounds up to the next word.
+        values = "".join(f"{form}0q" for _, form in scalars)
+        whole = struct.Struct(f"@{_CONFIG}{_WORD * addresses}x{values}{_WORD}x{len(live) + _SCRATCH}P{_ATTRIBUTE}")
+        self._pack, self._memory = whole.pack_into, ctypes.c_char * whole.size
+        # The stream, the attributes and their number, the addresses: words of the machine, which "N" packs fastest.
+        self.write = struct.Struct(f"@{3 + addresses}N").pack_into
 
+    def maker(self, programs: int, values: Sequence[Any], place_of: Mapping[int, int]) -> Callable[[], Block]:
+        """A function that makes blocks of a launch."""
+        scalars = [values[i] for i in self._scalars]
+        pointers = self._pointers
+        table = [pointers + _WORD * place_of[id(values[i])] if at is None else at for i, at in self._parameters]
+        table += self._scratch
 
-def driver_launch(compiled: Any, programs: int, parameters: Sequence[Parameter], addresses: int, cuda: Any) -> Relaunch:
-    """Launch through cuLaunchKernelEx. Blocks are taken and given back, so that threads don't share one."""
-    launch, function = cuda.cuLaunchKernelEx, compiled.function
-    # The stream, the attributes and their number, the addresses: words of the machine, which "N" packs fastest.
-    write = struct.Struct(f"@{3 + addresses}N").pack_into
-    blocks = [_Block(compiled, programs, parameters, addresses)]
+        def make() -> Block:
+            memory = self._memory()
+            base = ctypes.addressof(memory)
+            attributes, count = base + self._attribute, self._attributes
+            config = programs, 1, 1, *self._shape, 0, attributes, count
+            self._pack(memory, 0, *config, *scalars, *[base + at for at in table], _DEPENDENT_LAUNCH, 1)
+            return memory, base, base + self._table, attributes, count
 
-    def relaunch(pointers: tuple[int, ...], stream: int) -> bool:
-        try:
-            block = blocks.pop()
-        except IndexError:
-            block = _Block(compiled, programs, parameters, addresses)
-        write(block.memory, _STREAM, stream, *block.attributes, *pointers)
-        refused = launch(block.config, function, block.table, None)
-        blocks.append(block)
-        return not refused
-
-    return relaunch
-
-
-def triton_launch(compiled: Any, programs: int, parameters: Mapping[str, Any], places: Mapping[str, int]) -> Relaunch:
-    """Launch through Triton, which is given every parameter of the kernel's Python function, constants included."""
-    run, packed = compiled.run, compiled.packed_metadata
-    template = list(parameters.values())
-    written = [(i, places[name]) for i, name in enumerate(parameters) if name in places]
-
-    def relaunch(pointers: tuple[int, ...], stream: int) -> bool:
-        values = template.copy()
-        for i, place in written:
-            values[i] = pointers[place]
-        run(programs, 1, 1, stream, compiled.function, packed, None, None, None, *values)
-        return True
-
-    return relaunch
+        return make

@@ -9,12 +9,14 @@ import triton.language as tl
 
 from dsafuse import layouts, numerics
 from dsafuse.kernels.tiles import (
-    group_scale,
+    bounded,
+    let_next_grid_start,
+    live_slot,
     load_angles,
     load_pairs,
     load_row_tile,
     load_slot,
-    power_of_two_at_least,
+    power_of_two_scale,
     quantise_rows,
     reciprocal,
     rotate,
@@ -24,6 +26,7 @@ from dsafuse.kernels.tiles import (
     store_pairs,
     store_row_tile,
     to_fp8,
+    wait_for_grid_before,
 )
 
 LATENT = tl.constexpr(layouts.LATENT_DIM)
@@ -68,6 +71,7 @@ def latent_q(
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one token: concat([q_nope], rotate(q_pe)), optionally over q_scale."""
     head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)  # [BLOCK_HEADS, 1]
@@ -76,14 +80,19 @@ def latent_q(
     nope_rows = token * q_nope_stride_token + head * q_nope_stride_head
     pe_rows = token * q_pe_stride_token + head * q_pe_stride_head
     out_rows = token * q_out_stride_token + head * q_out_stride_head
+    wait_for_grid_before(PDL)
+    position = tl.load(positions_ptr + token)
     if q_nope_ptr is not None:
         nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
     x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
+    if QUERY_FP8:
+        scale = tl.load(q_scale_ptr)
+    let_next_grid_start(PDL)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     if QUERY_FP8:
-        inverse = reciprocal(tl.load(q_scale_ptr))
+        inverse = reciprocal(scale)
         x1, x2 = round_pairs(x1, x2, dtype, ROUND)
         if q_nope_ptr is not None:
             nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX, SIGNED_NAN)
@@ -121,6 +130,7 @@ def norm_q(
     WIDTH: tl.constexpr,
     TOPK: tl.constexpr,
     ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """RMSNorm of the q_c rows of tokens [ROWS, 1]; -1 in their rows of top-k indices."""
     here = token < tokens
@@ -128,8 +138,11 @@ def norm_q(
     column = tl.arange(0, BLOCK)[None, :]
     inside = None if BLOCK == WIDTH else column < WIDTH
     mask = here if BLOCK == WIDTH else here & inside
-    x = load_row_tile(q_c_ptr, token * q_c_stride + column, mask, ALIGN)
-    weight = load_row_tile(weight_ptr, column, inside, ALIGN).to(tl.float32)
+    rows = token * q_c_stride
+    wait_for_grid_before(PDL)
+    x = load_row_tile(q_c_ptr, rows + column, mask, ALIGN)
+    weight = load_row_tile(weight_ptr, column, inside, ALIGN)
+    let_next_grid_start(PDL)
     if TOPK:
         TOPK_BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
         entry = tl.arange(0, TOPK_BLOCK)[None, :]
@@ -138,7 +151,7 @@ def norm_q(
     wide = x.to(tl.float32)
     if BLOCK != WIDTH:
         wide = tl.where(inside, wide, 0.0)
-    y = rms_norm(wide, weight, eps, WIDTH)
+    y = rms_norm(wide, weight.to(tl.float32), eps, WIDTH)
     store_row_tile(q_c_out_ptr, token * q_c_out_stride + column, y.to(q_c_out_ptr.dtype.element_ty), mask, ALIGN)
 
 
@@ -152,7 +165,7 @@ def store_latent_rows(
     cache_ptr,
     cache_stride_block,
     cache_stride_row,
-    k_scale_ptr,
+    k_scale,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
     NEOX: tl.constexpr,
@@ -163,7 +176,7 @@ def store_latent_rows(
 ):
     """Write the live MLA cache rows from their latents (activation dtype or fp32) and rotated fp32 pairs.
 
-    latent [ROWS, 512]; x1, x2 [ROWS, 32]; slot, live [ROWS, 1].
+    latent [ROWS, 512]; x1, x2 [ROWS, 32]; slot, live [ROWS, 1]. k_scale: a scalar, for layout fp8 alone.
     """
     row = (slot // BLOCK_SIZE).to(tl.int64) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_row
     column = tl.arange(0, LATENT)[None, :]
@@ -175,7 +188,7 @@ def store_latent_rows(
         bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
         wide = latent.to(tl.float32)
         if LAYOUT == "fp8":
-            inverse = reciprocal(tl.load(k_scale_ptr))
+            inverse = reciprocal(k_scale)
             scaled = wide * inverse
             code1 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
             code2 = to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
@@ -184,8 +197,9 @@ def store_latent_rows(
             ROWS: tl.constexpr = latent.shape[0]
             TILES: tl.constexpr = LATENT // LATENT_TILE
             tiles = tl.reshape(wide, (ROWS * TILES, LATENT_TILE))
-            at_least = tl.maximum(group_scale(row_max(tl.abs(tiles)), 0.0, FP8_MAX), DS_MLA_FLOOR)
-            scale, inverse = power_of_two_at_least(at_least)
+            # The floor is one of the scale. At FP8_MAX times it, the scale is the power of two above the floor.
+            amax = bounded(row_max(tl.abs(tiles)), DS_MLA_FLOOR * FP8_MAX)
+            scale, inverse = power_of_two_scale(amax, FP8_MAX)
             scaled = tl.reshape(tiles * inverse[:, None], (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
             tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)
@@ -230,20 +244,29 @@ def latent_kv(
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of the MLA cache for tokens [ROWS, 1]: concat([rms_norm](kv_c), rotate(k_pe)) as LAYOUT stores it."""
     # All loads come before the first store, so that they are in flight together.
     here = token < tokens
-    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
-    k1, k2 = load_pairs(k_pe_ptr, token * k_pe_stride, here, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN)
     column = tl.arange(0, LATENT)[None, :]
-    kv_c = load_row_tile(kv_c_ptr, token * kv_c_stride + column, here, ALIGN)
+    kv_rows = token * kv_c_stride
+    pe_rows = token * k_pe_stride
+    wait_for_grid_before(PDL)
+    position = tl.load(positions_ptr + token, mask=here)
+    kv_c = load_row_tile(kv_c_ptr, kv_rows + column, here, ALIGN)
+    k1, k2 = load_pairs(k_pe_ptr, pe_rows, here, NEOX, ALIGN)
+    slot = load_slot(slots_ptr, slot_count, token)
+    k_scale = tl.load(k_scale_ptr) if LAYOUT == "fp8" else None
+    if NORM:
+        weight = load_row_tile(norm_weight_ptr, column, None, ALIGN)
+    let_next_grid_start(PDL)
+    slot, live = live_slot(slot, capacity)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     if NORM:
-        weight = load_row_tile(norm_weight_ptr, column, None, ALIGN).to(tl.float32)
-        normed = rms_norm(kv_c.to(tl.float32), weight, norm_eps, LATENT)
+        normed = rms_norm(kv_c.to(tl.float32), weight.to(tl.float32), norm_eps, LATENT)
         latent = normed.to(kv_c.dtype) if ROUND else normed
     else:
         latent = kv_c
@@ -260,7 +283,7 @@ def latent_kv(
         cache_ptr,
         cache_stride_block,
         cache_stride_row,
-        k_scale_ptr,
+        k_scale,
         BLOCK_SIZE,
         LAYOUT,
         NEOX,
@@ -299,47 +322,72 @@ def index_q(
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_HEADS indexer heads of one token: rotate, quantise per head, fold the scales into the weights."""
     head = (head_block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
     mask = None if HEADS % BLOCK_HEADS == 0 else head < HEADS
     q_rows = token * q_stride_token + head * q_stride_head
     out_rows = token * q_out_stride_token + head * q_out_stride_head
+    weight_rows = token * weights_stride + head
+    wait_for_grid_before(PDL)
+    position = tl.load(positions_ptr + token)
     x1, x2 = load_pairs(q_ptr, q_rows, mask, NEOX, ALIGN)
     y1, y2 = load_pairs(q_ptr, q_rows + ROPE, mask, NEOX, ALIGN)
-    weights = tl.load(weights_ptr + token * weights_stride + head, mask=mask).to(tl.float32)  # [BLOCK_HEADS, 1]
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, None, ALIGN)
+    weights = tl.load(weights_ptr + weight_rows, mask=mask)  # [BLOCK_HEADS, 1]
+    let_next_grid_start(PDL)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
-    FLOOR: tl.constexpr = INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32
-    x1, x2, y1, y2, scale = quantise_rows(
-        x1, x2, y1.to(tl.float32), y2.to(tl.float32), FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN
+    x1, x2, y1, y2, scale = quantise_index_heads(
+        x1, x2, y1.to(tl.float32), y2.to(tl.float32), ROUND, UE8M0, FP8, FP8_MAX, SIGNED_NAN
     )
     store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)
-    folded = (weights * scale[:, None]) * weights_scale
+    folded = (weights.to(tl.float32) * scale[:, None]) * weights_scale
     tl.store(weights_out_ptr + token * weights_out_stride + head, folded, mask=mask)
 
 
 @triton.jit
-def layer_norm(x1, x2, y1, y2, weight_ptr, bias_ptr, eps, NEOX: tl.constexpr):
-    """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes, fp32 out."""
+def quantise_index_heads(
+    x1,
+    x2,
+    y1,
+    y2,
+    ROUND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
+):
+    """Indexer query heads [HEADS, 32] x 4 to fp8, one scale a head: the floor is that of the rounding."""
+    FLOOR: tl.constexpr = INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32
+    return quantise_rows(x1, x2, y1, y2, FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN)
+
+
+@triton.jit
+def load_parameters(ptr, NEOX: tl.constexpr):
+    """The 128 weights or biases of a layer norm as two pair tiles, in their own dtype."""
     one = tl.arange(0, 1)[:, None]
-    wx1, wx2 = load_pairs(weight_ptr, one, None, NEOX, 1)
-    wy1, wy2 = load_pairs(weight_ptr, one + ROPE, None, NEOX, 1)
-    bx1, bx2 = load_pairs(bias_ptr, one, None, NEOX, 1)
-    by1, by2 = load_pairs(bias_ptr, one + ROPE, None, NEOX, 1)
+    x1, x2 = load_pairs(ptr, one, None, NEOX, 1)
+    y1, y2 = load_pairs(ptr, one + ROPE, None, NEOX, 1)
+    return x1, x2, y1, y2
+
+
+@triton.jit
+def layer_norm(x1, x2, y1, y2, weight, bias, eps):
+    """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes, fp32 out."""
     x1, x2, y1, y2 = x1.to(tl.float32), x2.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32)
     mean = row_sum((x1 + x2) + (y1 + y2))[:, None] * (1.0 / INDEX)
     x1, x2, y1, y2 = x1 - mean, x2 - mean, y1 - mean, y2 - mean
     variance = row_sum((x1 * x1 + x2 * x2) + (y1 * y1 + y2 * y2))[:, None] * (1.0 / INDEX)
     r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     return (
-        x1 * r * wx1.to(tl.float32) + bx1.to(tl.float32),
-        x2 * r * wx2.to(tl.float32) + bx2.to(tl.float32),
-        y1 * r * wy1.to(tl.float32) + by1.to(tl.float32),
-        y2 * r * wy2.to(tl.float32) + by2.to(tl.float32),
+        x1 * r * weight[0].to(tl.float32) + bias[0].to(tl.float32),
+        x2 * r * weight[1].to(tl.float32) + bias[1].to(tl.float32),
+        y1 * r * weight[2].to(tl.float32) + bias[2].to(tl.float32),
+        y2 * r * weight[3].to(tl.float32) + bias[3].to(tl.float32),
     )
 
 
@@ -424,15 +472,21 @@ def index_k(
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of the indexer cache for tokens [ROWS, 1]: layer norm, rotate, quantise."""
     here = token < tokens
-    slot, live = load_slot(slots_ptr, slot_count, token, capacity)
     rows = token * k_stride
+    wait_for_grid_before(PDL)
+    position = tl.load(positions_ptr + token, mask=here)
     k1, k2 = load_pairs(k_ptr, rows, here, NEOX, ALIGN)
     k3, k4 = load_pairs(k_ptr, rows + ROPE, here, NEOX, ALIGN)
-    cos, sin = load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN)
-    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, norm_weight_ptr, norm_bias_ptr, eps, NEOX)
+    slot = load_slot(slots_ptr, slot_count, token)
+    weight, bias = load_parameters(norm_weight_ptr, NEOX), load_parameters(norm_bias_ptr, NEOX)
+    let_next_grid_start(PDL)
+    slot, live = live_slot(slot, capacity)
+    cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
+    x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, weight, bias, eps)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
     y1, y2 = round_pairs(y1, y2, k1.dtype, ROUND)
     x1, x2 = rotate(x1, x2, cos, sin)

@@ -7,15 +7,9 @@ from typing import Any
 import torch
 
 from dsafuse.kernels import chain
-from dsafuse.kernels.launch import (
-    PLANS,
-    LaunchPlan,
-    alignment,
-    format_constants,
-    head_block,
-    launch_options,
-    on_device_of,
-)
+from dsafuse.kernels.launch import on_device_of
+from dsafuse.kernels.parameters import alignment, format_constants, launch_options
+from dsafuse.kernels.plans import PLANS, LaunchPlan, head_block
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS
 from dsafuse.numerics import RopeStyle, Rounding, ScaleRule
 from dsafuse.ops.config import Config

@@ -74,10 +74,32 @@ def store_pairs(base, row_offsets, x1, x2, mask, NEOX: tl.constexpr, ALIGN: tl.c
 
 
 @triton.jit
-def load_angles(table_ptr, table_stride, max_position, positions_ptr, token, here, ALIGN: tl.constexpr):
-    """cos and sin [ROWS, 32] fp32 of a token or of tokens [ROWS, 1]; positions are clamped into the table."""
-    position = tl.load(positions_ptr + token, mask=here).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
+def wait_for_grid_before(PDL: tl.constexpr):
+    """Under programmatic dependent launch: wait until what the grid before this one wrote is visible.
+
+    Every program does so before it reads or writes memory, and one that returns early before it returns: else a later
+    grid could run before an earlier one's writes are visible. Work on addresses comes before, and takes no time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_grid_start(PDL: tl.constexpr):
+    """Under programmatic dependent launch: let the next grid start.
+
+    No load crosses it, so that it says what is in flight together: a role asks for all that needs no other load, then
+    calls it, then reads the rope table, whose row is known by the position. Left to itself, ptxas asks for part of the
+    rows behind the table, which is to wait for the position: 5 to 11 % at decode (docs/performance.md).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_angles(table_ptr, table_stride, max_position, position, ALIGN: tl.constexpr):
+    """cos and sin [ROWS, 32] fp32 of a position or of positions [ROWS, 1], which are clamped into the table."""
+    position = tl.minimum(tl.maximum(position.to(tl.int64), 0), max_position - 1)
     columns = position * table_stride + tl.arange(0, HALF)[None, :]
     cos = load_row_tile(table_ptr, columns, None, ALIGN)
     sin = load_row_tile(table_ptr, columns + HALF, None, ALIGN)
@@ -114,16 +136,22 @@ def to_fp8(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SIGNED_NAN: tl.constexpr
 
 
 @triton.jit
-def power_of_two_at_least(s):
-    """The smallest power of two >= s, and its inverse: both from the exponent bits (s normal, > 0)."""
-    exponent = (s.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+def bounded(amax, FLOOR: tl.constexpr):
+    """max(amax, FLOOR); FLT_MAX bounds an infinite amax."""
+    return tl.minimum(tl.maximum(amax, FLOOR), FLT_MAX)
 
 
 @triton.jit
-def group_scale(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
-    """max(amax, FLOOR) / FP8_MAX; FLT_MAX bounds an infinite amax."""
-    return tl.div_rn(tl.minimum(tl.maximum(amax, FLOOR), FLT_MAX), FP8_MAX)
+def power_of_two_scale(amax, FP8_MAX: tl.constexpr):
+    """The smallest power of two >= amax / FP8_MAX, which fp32 rounds, and its inverse (amax and scale normal, > 0).
+
+    No division: amax / FP8_MAX <= 2**k says amax <= FP8_MAX * 2**k, which a subtraction of the bits of the two decides
+    for every k. Rounding hides nothing, since the quotient of the next fp32 above FP8_MAX * 2**k is over 2**k by more
+    than half a unit in its last place.
+    """
+    most = tl.full((1,), FP8_MAX, tl.float32).to(tl.int32, bitcast=True)
+    k = (amax.to(tl.int32, bitcast=True) - most + 0x7FFFFF) >> 23
+    return ((127 + k) << 23).to(tl.float32, bitcast=True), ((127 - k) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -140,12 +168,13 @@ def quantise_rows(
 ):
     """Two pair tiles of the same rows to fp8, one scale a row [ROWS]. maximum() passes over NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(x1), tl.abs(x2)), tl.maximum(tl.abs(y1), tl.abs(y2)))
-    scale = group_scale(row_max(largest), FLOOR, FP8_MAX)
+    amax = bounded(row_max(largest), FLOOR)
     if UE8M0:
-        scale, inverse = power_of_two_at_least(scale)
+        scale, inverse = power_of_two_scale(amax, FP8_MAX)
         factor = inverse[:, None]
         x1, x2, y1, y2 = x1 * factor, x2 * factor, y1 * factor, y2 * factor
     else:
+        scale = tl.div_rn(amax, FP8_MAX)
         divisor = scale[:, None]
         x1, x2 = tl.div_rn(x1, divisor), tl.div_rn(x2, divisor)
         y1, y2 = tl.div_rn(y1, divisor), tl.div_rn(y2, divisor)
@@ -159,9 +188,15 @@ def quantise_rows(
 
 
 @triton.jit
-def load_slot(slots_ptr, slot_count, token, capacity):
-    """(slot, live) of a token or of tokens [ROWS, 1]: not live without a slot, and with one outside the cache."""
-    slot = tl.load(slots_ptr + token, mask=token < slot_count, other=-1).to(tl.int64)
+def load_slot(slots_ptr, slot_count, token):
+    """The slot of a token or of tokens [ROWS, 1]; -1 without one."""
+    return tl.load(slots_ptr + token, mask=token < slot_count, other=-1)
+
+
+@triton.jit
+def live_slot(slot, capacity):
+    """(slot, live) of what load_slot returned: a slot outside the cache is not live, and becomes 0."""
+    slot = slot.to(tl.int64)
     live = (slot >= 0) & (slot < capacity)
     # A cache has fewer than 2**31 slots, and 32-bit division is several times cheaper than 64-bit.
     return tl.where(live, slot, 0).to(tl.int32), live

@@ -6,16 +6,16 @@ A dtype or a kind of object that is wrong is a TypeError; a shape, stride, devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import cache
+from operator import mul
+from typing import Any
 
 import torch
 
 from dsafuse.layouts import CacheLayout
 from dsafuse.numerics import ACTIVATION_DTYPES, FLT_MAX, FP8_FORMATS
-
-E = TypeVar("E", bound=StrEnum)
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,18 +31,28 @@ MAX_POSITIONS = 2**31 - 1
 """Kernels take the rows of a rope table in 32 bits; so many would be 275 GB or more."""
 
 
-def expect_member(name: str, value: Any, kind: type[E]) -> E:
-    """The member of an enum that `value` names."""
+def expect_member(name: str, value: Any, kind: type[StrEnum]) -> str:
+    """The name of a member of an enum, as the enum spells it."""
+    if value.__class__ is str and value in _names(kind):
+        return str(value)
     try:
-        return kind(value)
+        return str(kind(value))
     except ValueError:
         raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(kind)}") from None
+
+
+@cache
+def _names(kind: type[StrEnum]) -> frozenset[str]:
+    return frozenset(member.value for member in kind)
 
 
 def expect_tensor(name: str, value: Any) -> torch.Tensor:
     """`value`, a tensor that is what its memory holds, and through which no gradient would have to flow."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else value.layout
+        raise TypeError(f"{name}: got {layout}, expected a strided tensor")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: got a tensor that requires grad, expected none (the ops have no backward)")
     if value.is_neg():  # a kernel reads memory, which has the other sign
@@ -59,7 +69,11 @@ def expect_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype])
 def expect_shape(name: str, tensor: torch.Tensor, **shape: int | None) -> None:
     """Exactly these axes, in order; None admits any size. The last axis must be contiguous."""
     got = tuple(tensor.shape)
-    if len(got) != len(shape) or any(want not in (None, have) for want, have in zip(shape.values(), got)):
+    fits = len(got) == len(shape)
+    for want, have in zip(shape.values(), got):
+        if want is not None and want != have:
+            fits = False
+    if not fits:
         axes = ", ".join(axis if want is None else f"{axis}={want}" for axis, want in shape.items())
         raise ValueError(f"{name}: got shape {got}, expected [{axes}]")
     if got[-1] > 1 and tensor.stride(-1) != 1:
@@ -206,13 +220,22 @@ def expect_output(name: str, value: Any, heads_at_least: int | None, **shape: in
 
 def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
     """No output shares a byte with another tensor of the call; interleaved memory, as two columns of one, is fine."""
-    everything = {name: _Memory(tensor) for name, tensor in {**others, **outputs}.items() if tensor.numel()}
-    for name in outputs:
-        if name not in everything:
-            continue
-        for other, memory in everything.items():
-            if other != name and everything[name].meets(memory):
-                raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
+    tensors = {**outputs, **others}
+    order = [*tensors]
+    for pair in _crossing(tensors):
+        name, other = sorted(pair, key=order.index)
+        if name in outputs and _Memory(tensors[name]).meets(_Memory(tensors[other])):
+            raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
+
+
+def _crossing(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """The pairs of tensors that have a byte of one between two of the other."""
+    spans = sorted([(start := t.data_ptr(), start + span_bytes(t), name) for name, t in tensors.items() if t.numel()])
+    for i, (_, end, name) in enumerate(spans):
+        for start, _, other in spans[i + 1 :]:
+            if start >= end:
+                break
+            yield name, other
 
 
 class _Memory:
@@ -254,5 +277,6 @@ def _meet(mine: list[tuple[int, int]], others: list[tuple[int, int]], distance: 
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of a tensor that has some."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    strides = tensor.stride()
+    reach: int = sum(map(mul, tensor.shape, strides)) - sum(strides)
     return (reach + 1) * tensor.element_size()

@@ -34,7 +34,7 @@ from dsafuse.ops.arguments import (
     expect_width,
 )
 from dsafuse.ops.config import IndexK, IndexQ, LatentKv, LatentQ, NormQ
-from dsafuse.registry import Arguments, Shapes
+from dsafuse.registry import Arguments, Shapes, is_cache
 
 SHARED = frozenset({"positions", "fp8_dtype", "rounding"})
 
@@ -64,8 +64,8 @@ class Named:
 
     def member(self, key: str, kind: type[RopeStyle] | type[ScaleRule] | type[Rounding]) -> str:
         """The enum value called `key`, in its canonical spelling."""
-        self[key] = expect_member(self.name(key), self[key], kind).value
-        value: str = self[key]
+        name = self.name(key)
+        value = self.arguments[name] = expect_member(name, self.arguments[name], kind)
         return value
 
     def number(self, key: str) -> None:
@@ -259,8 +259,7 @@ def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
     expect_same_device(dict(tensors))
     if a[first].device.type == "meta":
         return  # no memory
-    caches = [name for name in tensors if name.endswith("kv_cache")]
-    given = {name: tensors[name] for name in (*outputs, *caches) if name in tensors}
+    given = {name: tensors[name] for name in (*outputs, *filter(is_cache, tensors)) if name in tensors}
     expect_disjoint(given, {name: tensor for name, tensor in tensors.items() if name not in given})
 
 
