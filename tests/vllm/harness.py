@@ -86,12 +86,12 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., A
 
 def serve(cell: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One cell, changed as it asks."""
-    from dsafuse.vllm import wrapper
+    from dsafuse.vllm import launches
 
     (
-        wrapper.fused_qk_rope_concat_and_cache_mla,
-        wrapper.indexer_qk_rope_quant_and_cache,
-        wrapper.prepare_qk,
+        launches.fused_qk_rope_concat_and_cache_mla,
+        launches.indexer_qk_rope_quant_and_cache,
+        launches.prepare_qk,
     ) = CHANGES[cell.pop("change", "none")]
     ops = cell.pop("ops", "mla,indexer")
     with switches.override(ops=frozenset(ops.split(","))):

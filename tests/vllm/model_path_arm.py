@@ -9,9 +9,7 @@ interpreted; "interpret_up_to", of dsafuse.vllm.arm; and prompts and max_tokens 
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -94,14 +92,10 @@ def takes_packed(attend: Function) -> Function:
 
 def interpreted(path: str) -> tuple[Function, Function]:
     """vLLM's two functions out of its kernels file; without caches, when vLLM measures memory, they have no work."""
-    from dsafuse.check.peers.vllm_fused import load_alone
+    from dsafuse.check.peers.vllm_fused import load
     from dsafuse.kernels.interpreter import corrected_casts
 
-    with tempfile.TemporaryDirectory() as directory:
-        shutil.copy(path, Path(directory) / "vllm_kernels_for_dsafuse_tests.py")
-        sys.path.insert(0, directory)
-        module = load_alone("vllm_kernels_for_dsafuse_tests")
-        sys.path.remove(directory)
+    module = load(Path(path))
 
     def norm_rope(positions: torch.Tensor, q_c: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs["mla_kv_cache"] is None:

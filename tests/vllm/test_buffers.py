@@ -69,6 +69,13 @@ def test_more_tokens_than_vllm_batches_are_an_error() -> None:
         QueryBuffer(8, 4, torch.bfloat16).rows(9, 0, CPU)
 
 
+def test_rows_are_made_at_the_first_call() -> None:
+    """A request may come before any warm-up: its rows are zero where nobody writes, as after one."""
+    rows = QueryBuffer(8, 4, torch.bfloat16).rows(3, 0, CPU)
+    assert rows.shape == (3, 4, 576)
+    assert not rows.any()
+
+
 def test_zeros_are_not_made_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="captured before any call without one"):

@@ -129,6 +129,15 @@ def test_off_leaves_a_gpu_alone_and_says_so(
         assert said == ["dsafuse: not installed: DSAFUSE_MODE=off."]
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_dense_models_are_taken_where_the_row_says_so(
+    monkeypatch: pytest.MonkeyPatch, registered: list[str], dense: bool
+) -> None:
+    monkeypatch.setattr(host, "row", lambda: host.Tested("0.26", "cuda", "wrapper", "a test", dense=dense))
+    dsafuse.vllm.register()
+    assert registered == [*dsafuse.vllm.ARCHITECTURES, *(dsafuse.vllm.DENSE_ARCHITECTURES if dense else ())]
+
+
 def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
     monkeypatch.setattr(switches, "_process", None)
     monkeypatch.setattr(switches, "overriding", lambda: None)  # every test has an override around it

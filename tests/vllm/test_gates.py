@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,20 @@ FULL = SimpleNamespace(requires_piecewise_compilation=lambda: False)
 # (gate, op, changes of the wrapper, changes of the config, the sentence)
 Trip = tuple[str, str, dict[str, Any], dict[str, Any], str]
 TRIPS: list[Trip] = [
+    (
+        "why_not_attributes",
+        "mla",
+        {"mla_attn__impl": SimpleNamespace()},
+        {},
+        "the layer must have mla_attn.impl.supports_quant_query_input, got one without",
+    ),
+    (
+        "why_not_indexer_attributes",
+        "indexer",
+        {"indexer__k_norm": None},
+        {},
+        "the layer must have indexer.k_norm.eps, got one without",
+    ),
     ("why_not_query_path", "mla", {"q_lora_rank": None}, {}, "q_lora_rank must be set, got None"),
     ("why_not_query_path", "indexer", {"fuse_qkv_rmsnorm": True}, {}, "fuse_qkv_rmsnorm must be off, got True"),
     (
@@ -101,6 +116,13 @@ TRIPS: list[Trip] = [
         {},
         "the attention backend must be one of FLASHMLA_SPARSE, ",
     ),
+    (
+        "why_not_attention",
+        "mla",
+        {"mla_attn__attn_backend": SimpleNamespace(get_name=lambda: "TRITON_MLA")},
+        {},
+        "must take its query as it did when that was read, got TRITON_MLA: it was not read in vLLM 0.32",
+    ),
     ("why_not_attention", "mla", {"mla_attn__use_direct_call": True}, {}, "must be an opaque op on this platform"),
     ("why_not_attention", "mla", {"mla_attn__hisparse_cache": object()}, {}, "hisparse must be off"),
     (
@@ -177,6 +199,19 @@ def test_dense_mla_has_no_indexer_and_the_same_gates() -> None:
     assert reason == "q_lora_rank must be set, got None"
 
 
+def test_a_backend_of_vllms_passes_as_long_as_it_takes_its_query_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"mla_attn__attn_backend": SimpleNamespace(get_name=lambda: "CPU_MLA")}
+    dense = layers.wrapper(is_sparse=False, indexer=None, **changes)
+    assert gates.why_not_attention(dense, layers.config()) is None
+    changed = replace(gates.host.QUERY_SYMBOLS["0.32"]["CPU_MLA"], source="0123456789abcdef")
+    monkeypatch.setattr(gates.host, "QUERY_SYMBOLS", {"0.32": {"CPU_MLA": changed}})
+    gates.host.query_difference.cache_clear()
+    reason = gates.why_not_attention(dense, layers.config())
+    gates.host.query_difference.cache_clear()
+    assert reason is not None
+    assert "got CPU_MLA: vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.forward_mqa has another body" in reason
+
+
 def test_a_layer_with_another_layers_top_k_has_no_indexer_to_fuse() -> None:
     wrapper = layers.wrapper(indexer=None)
     assert reasons("indexer", wrapper, layers.config()) == ["this layer uses another layer's top-k and has no indexer"]
@@ -207,6 +242,25 @@ def test_breakable_graphs_are_interrupted_at_the_ops(monkeypatch: pytest.MonkeyP
     config = layers.config(compilation_config__cudagraph_mode=PIECEWISE, compilation_config__splitting_ops=[])
     monkeypatch.setattr(gates, "breakable_graphs", lambda: True)
     assert gates.why_not_graph(layers.wrapper(), config) is None
+
+
+@pytest.mark.parametrize("path", gates.LAYER_ATTRIBUTES)
+def test_a_layer_without_an_attribute_is_refused_for_that_alone(path: str) -> None:
+    wrapper = layers.wrapper()
+    *parents, name = path.split(".")
+    holder = wrapper
+    for parent in parents:
+        holder = getattr(holder, parent)
+    delattr(holder, name)
+    for op in ("mla", "indexer"):
+        assert reasons(op, wrapper, layers.config()) == [f"the layer must have {path}, got one without"]
+
+
+def test_lora_adapters_are_refused_for_both_ops_with_the_reason() -> None:
+    config = layers.config(lora_config=object())
+    for op in ("mla", "indexer"):
+        (reason,) = reasons(op, layers.wrapper(), config)
+        assert reason.startswith("lora_config must be None, got adapters (the absorbed query would leave out one")
 
 
 def test_attributes_that_a_version_lacks_mean_not_there() -> None:

@@ -33,6 +33,15 @@ def test_every_row_has_a_path_and_the_wrapper_path_its_symbols() -> None:
             assert row.minor in host.WRAPPER_SYMBOLS
 
 
+def test_every_backend_that_was_read_has_a_form_and_every_wrapper_row_some_backends() -> None:
+    """But for dsafuse's own, which no vLLM can change."""
+    from dsafuse.vllm import gates
+
+    read = {backend for backends in host.QUERY_SYMBOLS.values() for backend in backends}
+    assert read == {backend for backend in gates.QUERY_FORMS if not backend.startswith("DSAFUSE_")}
+    assert {row.minor for row in host.TESTED if row.path == "wrapper"} == set(host.QUERY_SYMBOLS)
+
+
 @pytest.mark.parametrize(
     ("version", "platform", "path"),
     [("0.26.0", "cuda", "wrapper"), ("0.26.0", "rocm", None), ("0.26.0", "cpu", None), ("0.27.1", "cuda", None)],

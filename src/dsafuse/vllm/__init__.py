@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.dsafuse")
 
 # Architectures that vLLM runs as DeepSeek Sparse Attention, and the names under which `lazy` offers them.
 ARCHITECTURES: tuple[str, ...] = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-# With dense MLA: on the wrapper path the MLA fusion applies to them, too.
+# With dense MLA: the MLA fusion of the wrapper path applies to them, too, where `host.TESTED` says so.
 DENSE_ARCHITECTURES: tuple[str, ...] = ("DeepseekV3ForCausalLM",)
 _LAZY = "dsafuse.vllm.lazy"
 _PLATFORM = "dsafuse.vllm.cpu.platform.DsaCpuPlatform"
@@ -77,7 +77,7 @@ def _route(mode: str) -> str | None:
     elif mode == "off":
         if row.platform != "cpu":  # on a CPU build the DSA models do not run without support from here
             return "DSAFUSE_MODE=off"
-    elif row.path == "wrapper" and row.platform == "cpu":  # on a GPU its tokens have not been compared yet
+    elif row.dense:
         architectures += DENSE_ARCHITECTURES
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""The attention query's memory: one buffer for a model, shared by its layers, one for each micro-batch."""
+"""Memory of queries, and of keys that are attended densely: shared by a model's layers, one for each micro-batch."""
 
 from typing import Any
 from weakref import WeakValueDictionary

@@ -2,9 +2,8 @@
 
 mla: the MLA preparation of a call. "fallback" is that of a refused layer.
 indexer: the indexer's preparation.
-prepare_qk: "fused" where both were done in one launch; "fallback" where both were fused, in two.
-dense_prefill: "fallback" for a batch of a fused layer with tokens that vLLM attends to densely, which vLLM's own steps
-prepare. Never "fused"; the batch's other tokens count as mla.
+prepare_qk: "fused" where both were done in one launch; "fallback" where both were fused, in several.
+dense_prefill: "fused" for a batch with tokens that vLLM attends to densely. Never "fallback".
 latents, queries: the two seams of vLLM's own fused model, counted where its functions are replaced (model_path).
 """
 

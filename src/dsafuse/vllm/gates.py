@@ -1,7 +1,8 @@
 """Which layers the fused ops may take. Each gate is a function that says why not, in a sentence, or None.
 
-Everything that vLLM's own path does and the fused path does not re-state is a gate here. Attributes that a
-version may lack are read with the default that means "not there".
+Everything that vLLM's own path does and the fused path does not re-state is a gate here. Attributes that every layer
+of a tested vLLM has are in a table, which is asked first; those that a version may lack are read with the default that
+means "not there".
 """
 
 from collections.abc import Callable
@@ -29,6 +30,34 @@ QUERY_FORMS = {
     "TRITON_MLA": "one",
     "CPU_MLA": "one",
 }
+
+# What gates and plans read of every layer. A layer without one was built by something else than was read.
+LAYER_ATTRIBUTES = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "num_heads",
+    "rotary_emb",
+    "mla_attn.layer_name",
+    "mla_attn.kv_cache_dtype",
+    "mla_attn.attn_backend",
+    "mla_attn.impl.supports_quant_query_input",
+    "mla_attn.use_direct_call",
+    "mla_attn.use_pcp",
+)
+INDEXER_ATTRIBUTES = (
+    "indexer_rope_emb",
+    "indexer.head_dim",
+    "indexer.rope_dim",
+    "indexer.quant_block_size",
+    "indexer.scale_fmt",
+    "indexer.n_head",
+    "indexer.n_head_scale",
+    "indexer.softmax_scale",
+    "indexer.k_norm.eps",
+    "indexer.k_cache",
+    "indexer.indexer_op",
+)
 
 # Ours that read the batch from vLLM's forward context. A piecewise CUDA graph must split at them.
 SPLITTING_OPS = (
@@ -72,6 +101,8 @@ def why_not_mla(wrapper: Any, config: Any) -> list[str]:
     A dense MLA layer (DeepSeek-V3, R1) is asked no more than a sparse one: its decodes take the same path, and its
     prefills vLLM's own, which the attention op leaves to vLLM for both.
     """
+    if (missing := why_not_attributes(wrapper, config)) is not None:  # the gates below ask for them
+        return [missing]
     return _ask((why_not_asked("mla"), *_EITHER, *_MLA), wrapper, config)
 
 
@@ -81,9 +112,9 @@ def why_not_indexer(wrapper: Any, config: Any) -> list[str]:
         return ["dense MLA: there is no indexer"]
     if wrapper.indexer is None:
         return ["this layer uses another layer's top-k and has no indexer"]
-    strange = why_not_indexer_class(wrapper, config)
-    if strange is not None:  # the gates below ask for attributes that only the known class has
-        return [strange]
+    for gate in (why_not_indexer_class, why_not_attributes, why_not_indexer_attributes):
+        if (strange := gate(wrapper, config)) is not None:
+            return [strange]
     return _ask((why_not_asked("indexer"), *_EITHER, *_INDEXER), wrapper, config)
 
 
@@ -99,6 +130,26 @@ def why_not_asked(op: str) -> Gate:
         return None if op in ops else f"DSAFUSE_OPS must contain {op}, got {','.join(sorted(ops))!r}"
 
     return gate
+
+
+def why_not_attributes(wrapper: Any, config: Any) -> str | None:
+    """What the other gates and the plan read must be there."""
+    return _missing(wrapper, LAYER_ATTRIBUTES)
+
+
+def why_not_indexer_attributes(wrapper: Any, config: Any) -> str | None:
+    """The same of the indexer."""
+    return _missing(wrapper, INDEXER_ATTRIBUTES)
+
+
+def _missing(holder: Any, paths: tuple[str, ...]) -> str | None:
+    for path in paths:
+        found = holder
+        for name in path.split("."):
+            if not hasattr(found, name):
+                return f"the layer must have {path}, got one without"
+            found = getattr(found, name)
+    return None
 
 
 def why_not_query_path(wrapper: Any, config: Any) -> str | None:
@@ -250,6 +301,8 @@ def why_not_attention(wrapper: Any, config: Any) -> str | None:
     backend = attention.attn_backend.get_name()
     if backend not in QUERY_FORMS:
         return f"the attention backend must be one of {', '.join(QUERY_FORMS)}, got {backend}"
+    if (difference := host.query_difference(backend)) is not None:
+        return f"the attention backend must take its query as it did when that was read, got {backend}: {difference}"
     if attention.use_direct_call:
         return "attention must be an opaque op on this platform, got a direct call"
     if getattr(attention, "hisparse_cache", None) is not None:

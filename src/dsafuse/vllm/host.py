@@ -21,17 +21,20 @@ class Tested:
     minor: such as "0.32". platform: vLLM's `current_platform.device_type` for CPUs ("cpu"), else "cuda" or "rocm".
     path: which hook serves the DSA models there: "wrapper" (dsafuse.vllm.wrapper) or "model" (dsafuse.vllm.model_path).
     ran: what was run there.
+    dense: whether dense MLA models (DeepSeek-V3, R1) were compared there too, token by token: only then does the
+        wrapper path take them.
     """
 
     minor: str
     platform: str
     path: str
     ran: str
+    dense: bool = False
 
 
 TESTED = (
-    Tested("0.26", "cuda", "wrapper", "one H200, vLLM 0.26.0, torch 2.11: docs/vllm.md, Tested"),
-    Tested("0.32", "cpu", "wrapper", "vLLM's CPU build 0.32.0: tests/vllm and dsafuse demo"),
+    Tested("0.26", "cuda", "wrapper", "one H200, vLLM 0.26.0, torch 2.11: docs/vllm.md, Tested", dense=True),
+    Tested("0.32", "cpu", "wrapper", "vLLM's CPU build 0.32.0: tests/vllm and dsafuse demo", dense=True),
     # What stands between the two functions is vLLM's own, so that none of these needs a GPU to be right; docs/vllm.md.
     Tested("0.32", "cuda", "model", "its model code on the CPU build; its two functions against ours on one H200"),
     Tested("0.32", "rocm", "model", "its model code on the CPU build; no AMD GPU"),
@@ -86,11 +89,18 @@ def words(text: str) -> tuple[str, ...]:
 _LAYERS = "vllm.model_executor.layers."
 _WRAPPER = "MultiHeadLatentAttentionWrapper."
 _TORCH_UTILS = "vllm.utils.torch_utils"
-_FLASHMLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
+_BACKENDS = "vllm.v1.attention.backends.mla."
+_FLASHMLA = _BACKENDS + "flashmla_sparse"
 _WRAPPER_ARGUMENTS = (
     "self hidden_size num_heads scale qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank "
     "mla_modules cache_config quant_config prefix skip_topk"
 )
+
+
+def _reads(module: str, impl: str, source: str) -> Symbol:
+    """The method of an attention backend that takes the query."""
+    return Symbol(_BACKENDS + module, f"{impl}.forward_mqa", source=source)
+
 
 # How the plugin gets in, whatever the path: one row of vLLM's table of models is pointed at dsafuse.vllm.lazy.
 REGISTRY_SYMBOLS = (
@@ -114,11 +124,6 @@ _EVERY_WRAPPER = (
         "MLACommonBaseImpl.forward_mha",
         words("self q kv_c_normed k_pe kv_c_and_k_pe_cache attn_metadata k_scale output output_scale"),
     ),
-    Symbol(
-        "vllm.v1.attention.backend",
-        "MLAAttentionImpl.do_kv_cache_update",
-        words("self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale"),
-    ),
     Symbol(_LAYERS + "attention.mla_attention", "unified_mla_attention_with_output"),
     Symbol(
         _LAYERS + "sparse_attn_indexer",
@@ -133,6 +138,8 @@ _EVERY_WRAPPER = (
     Symbol("vllm.config", "CompilationConfig.set_splitting_ops_for_v1"),
     Symbol("vllm.config", "VllmConfig.compute_hash"),
     Symbol("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", (), source="47414ec14161297f"),
+    # Takes a block size and a list of backends; later vLLMs also specs, which may be left out.
+    Symbol("vllm.v1.worker.utils", "select_common_block_size"),
     Symbol(_LAYERS + "rotary_embedding.base", "RotaryEmbedding.forward_native", source="083c343f9bd4cb49"),
     Symbol(
         _LAYERS + "rotary_embedding.deepseek_scaling_rope",
@@ -195,12 +202,27 @@ WRAPPER_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
     ),
 }
 
+# How each attention backend takes its query was read from these bodies (`gates.QUERY_FORMS`), by minor version. Looked
+# at for the backend that a layer has, and no other: some import what is not installed.
+QUERY_SYMBOLS: Mapping[str, Mapping[str, Symbol]] = {
+    "0.26": {
+        "FLASHMLA_SPARSE": _reads("flashmla_sparse", "FlashMLASparseImpl", "49d7cc246e06cc27"),
+        "FLASH_ATTN_MLA_SPARSE": _reads("flashattn_mla_sparse", "FlashAttnMLASparseImpl", "febca0a953c4614b"),
+        "FLASHINFER_MLA_SPARSE": _reads("flashinfer_mla_sparse", "FlashInferMLASparseImpl", "3c9ea37da4ed2258"),
+        "FLASH_ATTN_MLA": _reads("flashattn_mla", "FlashAttnMLAImpl", "048fc9a2e5a87ed5"),
+        "FLASHMLA": _reads("flashmla", "FlashMLAImpl", "0d571f4574009876"),
+        "FLASHINFER_MLA": _reads("flashinfer_mla", "FlashInferMLAImpl", "1bdb06e9668da163"),
+        "TRITON_MLA": _reads("triton_mla", "TritonMLAImpl", "4b1d8782920276e8"),
+    },
+    "0.32": {"CPU_MLA": _reads("cpu_mla", "CPUMLAImpl", "eb14aa75d4dfccc3")},
+}
+
 # FlashMLA's sparse backend, where its kernels want 64 or 128 query heads and it pads with a copy. Given a query of the
 # padded width, and told that it has so many heads, it copies nothing: that is read from these bodies. On a difference
 # the query is written unpadded and the backend pads as always.
 FLASHMLA_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
     "0.26": (
-        Symbol(_FLASHMLA, "FlashMLASparseImpl.forward_mqa", source="49d7cc246e06cc27"),
+        QUERY_SYMBOLS["0.26"]["FLASHMLA_SPARSE"],
         Symbol(_FLASHMLA, "FlashMLASparseImpl._forward_bf16_kv", source="064ddd24cfeb572b"),
         Symbol(_FLASHMLA, "FlashMLASparseImpl._bf16_flash_mla_kernel", source="ed169be94992feec"),
         Symbol(_FLASHMLA, "FlashMLASparseImpl._fp8_flash_mla_kernel", source="17f0d602d44dc9a3"),
@@ -280,6 +302,18 @@ def flashmla_differences() -> tuple[str, ...]:
     if symbols is None:
         return (f"vLLM must be one of {', '.join(FLASHMLA_SYMBOLS)} for a padded query, got {version()}",)
     return tuple(differences(symbols))
+
+
+@cache
+def query_difference(backend: str) -> str | None:
+    """In what an attention backend takes its query otherwise than it did when that was read, or None.
+
+    dsafuse's own, on CPU builds, is not asked.
+    """
+    if backend.startswith("DSAFUSE_"):
+        return None
+    symbol = QUERY_SYMBOLS.get(minor(version()), {}).get(backend)
+    return f"it was not read in vLLM {minor(version())}" if symbol is None else symbol.difference()
 
 
 def taken(key: str, holder: Any) -> str:

@@ -1,0 +1,156 @@
+"""What vLLM's profiling run compiles ahead, against what batches launch later. Nothing is launched here for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsafuse import switches
+from dsafuse.kernels.parameters import alignments, constants_of, launch_options, runtime_arguments
+from dsafuse.kernels.plans import plan_for, plans_of
+from dsafuse.registry import OPS as REGISTERED
+from dsafuse.target import Target
+from tests.vllm.layer_case import BLOCK_SIZE, OPS, POISON, TOKENS, WAYS, Case, decode, dense_026, launches_of
+
+H200 = Target.named("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if kernels were compiled for these tensors."""
+    from dsafuse.vllm import rehearsal
+
+    monkeypatch.setattr(rehearsal, "_REHEARSED", set())
+    monkeypatch.setattr(rehearsal, "_compiles", lambda tensor: True)
+    with switches.override(provider="interpreter"):
+        yield
+
+
+def mixed(decodes: int, prefill: int) -> Any:
+    return SimpleNamespace(
+        num_actual_tokens=decodes + prefill, num_decode_tokens=decodes, prefill_max_seq_len=40, topk_tokens=64
+    )
+
+
+def profile(case: Case, way: str) -> None:
+    """vLLM's profiling run: the most tokens, and no caches yet."""
+    caches = case.cache, case.index_cache
+    case.cache = case.index_cache = torch.tensor([])
+    getattr(case, way)()
+    case.cache, case.index_cache = caches
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_profiling_run_rehearses_every_launch_of_a_batch(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """On a GPU: what a batch may launch is compiled before the first request, for few tokens and for many."""
+    case = Case(monkeypatch, decode(TOKENS))
+    launched = launches_of(case, monkeypatch)
+    for _ in range(2):  # once for its kind
+        profile(case, way)
+    rehearsed, most = set(launched), {tokens for *_, tokens in launched}
+    assert len(launched) == len(rehearsed)
+    assert most == {2, TOKENS}  # the plans of a CPU: up to 2 tokens, and any number
+    launched.clear()
+    for metadata, dense in ((decode(2), False), (decode(TOKENS), False), (mixed(2, 4), True), (mixed(2, 4), False)):
+        case.metadata = metadata
+        dense_026(case, dense)
+        getattr(case, way)()
+    assert launched
+    assert {(name, config) for name, config, _ in launched} == {(name, config) for name, config, _ in rehearsed}
+
+
+def variants_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """What an H200 would have to compile for each call from now on: all that Triton tells variants apart by."""
+    found: set[tuple[Any, ...]] = set()
+    for name in OPS:
+
+        def call(*args: Any, name: str = name, **kwargs: Any) -> None:
+            arguments, config = REGISTERED[name].resolve(*args, **kwargs)
+            cut = plan_for(plans_of(H200, config), len(arguments["positions"]))
+            runtime = runtime_arguments(name, arguments, config)
+            kinds = [value.dtype if isinstance(value, torch.Tensor) else type(value) for value in runtime]
+            constants = constants_of(config, H200, cut) | alignments(name, arguments, config)
+            options = launch_options(H200, cut.threads)
+            found.add((*map(str, constants.items()), *options.items(), *kinds))
+
+        monkeypatch.setattr(case.launches, name, call)
+    return found
+
+
+MOST = 384  # more than the 256 tokens up to which an H200's first launch plan goes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_batch_compiles_what_the_profiling_run_has_not(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """fp8 caches, rows that begin anywhere in a batch, block sizes that vLLM settles once the model is loaded."""
+    monkeypatch.setattr(Target, "of", lambda device: H200)
+    monkeypatch.setattr("dsafuse.vllm.launches._absorbed", lambda layer, q: q.new_empty((*q.shape[:2], 512)))
+    case = Case(monkeypatch, tokens=MOST, heads=16)
+    case.to(torch.bfloat16, "fp8_ds_mla", 656)
+    case.slots, case.index_slots = torch.full((2, MOST), -1)
+    latents = torch.randn(MOST, 1536 + 512 + 64, dtype=torch.bfloat16)
+    case.k_pe = latents[:, -64:]
+    case.cache_config.block_size = 64
+    case.cache = torch.empty((3, 64, 656), dtype=torch.uint8)
+    case.index_cache = torch.empty((3, 64, 132), dtype=torch.uint8)
+    variants = variants_of(case, monkeypatch)
+    profile(case, way)
+    rehearsed = variants.copy()
+    variants.clear()
+    batches = [decode(1), decode(3), decode(8), decode(MOST)]
+    batches += [mixed(decodes, prefill) for decodes in (0, 1, 3, 8) for prefill in (1, 2, 5, 8, 257, MOST - 8)]
+    for case.metadata in batches:
+        for dense in (False, True):
+            dense_026(case, dense)
+            getattr(case, way)()
+    assert rehearsed
+    assert variants == rehearsed  # and none is compiled for nothing
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kernels_blocks_may_be_smaller_than_those_that_vllm_manages(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """--block-size 128 with FlashMLA: each block becomes two of 64."""
+
+    class Fixed:
+        @staticmethod
+        def get_supported_kernel_block_sizes(_spec: Any = None) -> list[Any]:
+            return [64]
+
+    case = Case(monkeypatch)
+    blocks = case.launches.Blocks(SimpleNamespace(block_size=128), (Fixed, *case.blocks.backends))
+    case.layer.dsafuse = replace(case.layer.dsafuse, blocks=blocks)
+    case.index_layer.dsafuse = case.index_layer.dsafuse._replace(blocks=blocks)
+    launched = launches_of(case, monkeypatch)
+    profile(case, way)
+    sizes = {role.block_size for _, config, _ in launched for role in (config.latent_kv, config.index_k) if role}
+    assert sizes == {64}
+
+
+def test_a_second_model_is_rehearsed_where_its_heads_or_blocks_alone_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsafuse.vllm.rehearsal import rehearse
+
+    case = Case(monkeypatch)
+    launched = launches_of(case, monkeypatch)
+    mla = case.launches.MlaInputs(case.q, case.kv_c, case.k_pe, case.positions, case.table)
+    index = case.launches.IndexInputs(
+        *(case.index_q, case.k_and_weights, *case.norm, case.positions, case.index_table),
+        *(case.index_q_out, case.weights_out),
+    )
+    rehearse(case.layer, mla, index)
+    once = len(launched)
+    fewer = index._replace(q=index.q[:, :1], k_and_weights=index.k_and_weights[:, : index.q.shape[-1] + 1])
+    fewer = fewer._replace(q_out=index.q_out[:, :1], weights_out=index.weights_out[:, :1])
+    rehearse(case.layer, mla, fewer)
+    assert len(launched) == 2 * once
+    case.cache_config.block_size = 2 * BLOCK_SIZE
+    rehearse(case.layer, mla, index)
+    assert len(launched) == 3 * once
+    assert (case.cache == POISON).all()
+    assert (case.index_cache == 7).all()
