@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import re
 import shutil
@@ -31,7 +32,8 @@ TABLE = re.compile(rf"(?<=\n\n){re.escape(HEAD)}(?:\|.*\n)*")
 
 def record(run: Path, gpu: str, commit: str, date: str) -> dict[str, Any]:
     """One run. `commit` is that of models/train.py; `switch`: the logged steps between which attention became sparse,
-    and the least and the largest coverage of the last five dense ones."""
+    and the least and the largest coverage of the last five dense ones; `not_measured`: accuracies that a run cut short
+    lacks."""
     metrics = json.loads((run / "metrics.json").read_text())
     log = json.loads((run / "log.json").read_text())
     given = asked(metrics)
@@ -39,6 +41,7 @@ def record(run: Path, gpu: str, commit: str, date: str) -> dict[str, Any]:
     dense = [entry for entry in steps if not entry["sparse"]]
     first = next(entry for entry in steps if entry["sparse"])
     covered = [rounded(entry["coverage"]) for entry in dense[-BEFORE:]]
+    absent = [name for name in asked_for(metrics["accuracy"]) if name not in metrics["accuracy"]]
     return {
         "recorded": date,
         "gpu": gpu,
@@ -49,6 +52,7 @@ def record(run: Path, gpu: str, commit: str, date: str) -> dict[str, Any]:
         "seconds": round(metrics["seconds"], 1),
         "switch": {"between_steps": [dense[-1]["step"], first["step"]], "coverage": [min(covered), max(covered)]},
         "problems_each": given.problems,
+        **({"not_measured": absent} if absent else {}),
         "accuracy": metrics["accuracy"],
         "log": [{name: rounded(value) for name, value in entry.items()} for entry in log],
     }
@@ -57,6 +61,12 @@ def record(run: Path, gpu: str, commit: str, date: str) -> dict[str, Any]:
 def asked(found: dict[str, Any]) -> argparse.Namespace:
     """The arguments of a recorded run."""
     return train.options().parse_args(found["arguments"])
+
+
+def asked_for(accuracy: dict[str, Any]) -> list[str]:
+    """Names of all measures of a run: every task at every context in every arm that it got to."""
+    words = zip(*(name.split(" ", 2) for name in accuracy), strict=True)
+    return [" ".join(each) for each in itertools.product(*map(dict.fromkeys, words))]
 
 
 def rounded(value: float) -> float:
@@ -80,25 +90,28 @@ def runs(root: Path = ROOT) -> list[tuple[dict[str, Any], bool]]:
 
 
 def table(root: Path = ROOT) -> str:
-    """The runs in Markdown: accuracies are the least over contexts and arms."""
+    """The runs in Markdown: accuracies are the least over contexts and arms, and of how many if some are missing."""
     text = HEAD
     for found, shipped in runs(root):
         given = asked(found)
         covered = found.get("switch", {}).get("coverage")
-        least = {
-            task: min(part["accuracy"] for name, part in found["accuracy"].items() if name.startswith(task))
-            for task in ("recall", "arithmetic")
-        }
         cells = [
             f"`{given.family}`, seed {given.seed}{', shipped' * shipped}",
             found["commit"],
             f"{given.minutes:g}",
             f"{found['steps']:,}",
             f"{covered[0]:.2f} to {covered[1]:.2f}" if covered else "not measured",
-            *(f"{100 * share:.1f}" for share in least.values()),
+            *(least(found["accuracy"], task) for task in ("recall", "arithmetic")),
         ]
         text += f"| {' | '.join(cells)} |\n"
     return text
+
+
+def least(accuracy: dict[str, Any], task: str) -> str:
+    """A cell of the table: the least share of right answers in one task, in percent."""
+    shares = [part["accuracy"] for name, part in accuracy.items() if name.startswith(task)]
+    of = sum(name.startswith(task) for name in asked_for(accuracy))
+    return f"{100 * min(shares):.1f}" + (f" ({len(shares)} of {of})" if len(shares) < of else "")
 
 
 def main(arguments: list[str], root: Path = ROOT) -> None:

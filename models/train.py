@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -313,10 +314,15 @@ def save(trainer: Trainer, path: Path) -> None:
     part.replace(path)
 
 
-def held_out_accuracy(directory: Path, device: torch.device, count: int, contexts: list[int]) -> dict[str, Any]:
-    """Accuracy of an exported checkpoint: bf16 sparse, bf16 dense, fp32 sparse; per task and context."""
+def held_out_accuracy(
+    directory: Path, device: torch.device, count: int, contexts: list[int]
+) -> Iterator[dict[str, dict[str, float]]]:
+    """Accuracy of an exported checkpoint: bf16 sparse, bf16 dense, fp32 sparse; per task and context.
+
+    Yields after each measure all that is measured so far.
+    """
     network = load(directory).to(device)
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, float]] = {}
     for arm, sparse, half in (("sparse", True, True), ("dense", False, True), ("sparse fp32", True, False)):
         for task in ("recall", "arithmetic"):
             for context in contexts:
@@ -324,7 +330,7 @@ def held_out_accuracy(directory: Path, device: torch.device, count: int, context
                     found = accuracy(network, task, count, context, sparse)
                 results[f"{task} {context} {arm}"] = found
                 say(f"{task} {context} {arm}: {found}")
-    return results
+                yield results
 
 
 def options() -> argparse.ArgumentParser:
@@ -363,9 +369,9 @@ def main(arguments: list[str]) -> None:
     contexts = [48, 64] if given.tiny else [256, 1024, 2048, 3072]
     validate = (4, 48) if given.tiny else (64, 2048)
     train(trainer, given.out, steps=given.steps, minutes=given.minutes, every_s=given.every, validate=validate)
-    metrics = held_out_accuracy(given.out / "checkpoint", device, given.problems, contexts)
     facts = {"arguments": arguments, "steps": trainer.step, "seconds": trainer.passed, "torch": torch.__version__}
-    (given.out / "metrics.json").write_text(json.dumps({**facts, "accuracy": metrics}, indent=1) + "\n")
+    for measured in held_out_accuracy(given.out / "checkpoint", device, given.problems, contexts):
+        (given.out / "metrics.json").write_text(json.dumps({**facts, "accuracy": measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

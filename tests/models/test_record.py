@@ -61,8 +61,20 @@ def test_a_run_is_recorded_with_its_coverage_at_the_switch(run: Path, root: Path
     assert (found["gpu"], found["commit"], found["problems_each"]) == ("NVIDIA H200", "abc1234", 8)
     assert found["accuracy"]["recall 64 sparse"] == {"accuracy": 0.95}
     assert [len(found["log"]), found["log"][3]["coverage"]] == [9, 0.925]
+    assert "not_measured" not in found
     assert ROW.format("") in (root / "models" / "README.md").read_text().splitlines()
     assert (root / "models" / "dsa-glm-small" / "training.json").read_text() == before
+
+
+def test_a_run_cut_short_says_what_it_lacks(run: Path, root: Path) -> None:
+    metrics = json.loads((run / "metrics.json").read_text())
+    del metrics["accuracy"]["arithmetic 64 sparse"]
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    record.main([str(run), *OPTIONS], root)
+    found = json.loads((root / "benchmarks/results/h200-2026-01-02-train-dsa-glm-small-seed3.json").read_text())
+    assert found["not_measured"] == ["arithmetic 64 sparse"]
+    row = ROW.format("").replace("96.0", "96.0 (1 of 2)")
+    assert row in (root / "models" / "README.md").read_text().splitlines()
 
 
 def test_a_run_that_ships_brings_its_weights_and_its_record(run: Path, root: Path) -> None:

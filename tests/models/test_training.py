@@ -48,6 +48,23 @@ def test_the_losses_fall_and_the_run_leaves_a_checkpoint_and_its_measures(family
     assert load(out / "checkpoint").config["architectures"] == CONFIGS[family]["architectures"]
 
 
+def test_a_run_killed_while_it_measures_keeps_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = train.accuracy
+    heldout = []
+
+    def second_is_cut(network: train.Network, task: str, *rest: object, **seed: int) -> dict[str, float]:
+        heldout.extend([task] if not seed else [])
+        if len(heldout) == 2:
+            raise KeyboardInterrupt
+        return measured(network, task, *rest, **seed)
+
+    monkeypatch.setattr(train, "accuracy", second_is_cut)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(["dsa-v32-small", "--tiny", "--steps", "1", "--out", str(tmp_path), "--problems", "1"])
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["steps"], list(metrics["accuracy"])) == (1, ["recall 48 sparse"])
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     whole = trainer()
     train.train(whole, tmp_path, steps=10)

@@ -47,6 +47,29 @@ def test_deepseek_is_foreseen_fused_without_weights_and_as_one_rank(tmp_path: Pa
     assert "interpreter: accepted" in kind["mla"]["trace"]
 
 
+SETTLED_AT_48 = """
+import json, sys
+from vllm.platforms import current_platform
+from dsafuse.vllm import foresee
+
+def settle(config):
+    if config.compilation_config.static_forward_context:  # the layers, once they are built
+        config.cache_config.block_size = 48
+
+type(current_platform).update_block_size_for_backend = staticmethod(settle)
+print(json.dumps(foresee.foresee(sys.argv[1], "auto", {}, False)["block_size"]))
+"""
+
+
+def test_the_block_size_is_what_vllm_settles_when_the_layers_are_built(tmp_path: Path) -> None:
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", SETTLED_AT_48, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "48"
+
+
 def test_glm_is_foreseen_by_kind_of_layer_with_reasons_also_when_strict(tmp_path: Path) -> None:
     folder = write(checkpoints.GLM_5, tmp_path / "model")
     done = explain("--vllm", str(folder), DSAFUSE_MODE="strict", DSAFUSE_OPS="indexer")

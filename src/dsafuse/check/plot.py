@@ -58,7 +58,10 @@ def plot(run: Run, path: Path, heads: str | None = None) -> None:
     for axes in spare:
         axes.axis("off")
     if len(spare):
-        spare[0].legend(handles.values(), handles, loc="center", frameon=False, fontsize=13)
+        columns = min(len(spare), -(-len(handles) // 8))
+        look = {"ncols": columns, "frameon": False, "fontsize": 12}
+        legend = spare[0].legend(handles.values(), handles, loc="center left", **look)
+        legend.set_in_layout(False)  # its row is as high as the others
     else:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=11)
     figure.suptitle(f"{run.gpu}, H/HI = {heads}: one call in a replayed graph", fontsize=13)

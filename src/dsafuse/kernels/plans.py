@@ -59,6 +59,8 @@ WORK = {
 # nvidia: measured on an H200, 2026-11-29 (docs/performance.md has what each choice costs). A program has to move 6 KB
 # or more, since the GPU starts one in 1.2 ns, and of the cuts that do, the one with the least mean time from 1 token to
 # 16,384, cold and warm, stands here. Role after role, the longest chain, that of the indexer keys, first.
+# The means are of that comparison; in the recorded run kernels take up to 20 % less than before with a warm L2, most of
+# it from 32 tokens on, and with a cold one up to 6 % more at 4 and 8 tokens (indexer, queries and keys).
 #
 #   attention         against the best plans before, 4.7 % less time on average; 3 % more at 128 tokens and 128 heads
 #   indexer           5.1 % less; up to 4 % more at 1,024 and 2,048 tokens. 4 warps up to 128 tokens would give 2 % more

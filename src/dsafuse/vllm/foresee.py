@@ -111,6 +111,8 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
             initialize_model(vllm_config=config)
             if mtp:
                 initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+        # An executor asks this when the layers are built: some backends take other blocks than vLLM's default.
+        current_platform.update_block_size_for_backend(config)
     kinds: dict[str, dict[str, Any]] = {}
     for found in plan.PLANS.values():
         kinds.setdefault(str(found), {"says": str(found), "layers": [], **found.as_dict()})["layers"].append(
