@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "dispatch": (LEAVES, {"torch"}),
     "known": (set(), {"torch"}),
     "entry": ({"known"} | LEAVES, {"torch"}),
-    "registry": ({"dispatch", "entry"} | LEAVES, {"torch"}),
+    "registry": ({"dispatch", "entry", "known"} | LEAVES, {"torch"}),
     "ops": (BASE, {"torch"}),
     "torch_steps": (BASE, {"torch"}),
     "split": ({"torch_steps"} | BASE, {"torch"}),

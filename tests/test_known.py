@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafuse import known
@@ -52,12 +53,25 @@ def test_a_tensor_that_looks_different_is_another_call(
     assert not guard(base(), other())
 
 
-def test_a_call_that_a_mode_of_torch_looks_at_is_another_call(guard_of: Callable[..., known.Guard]) -> None:
-    tensor = base()
-    guard = guard_of([tensor])
-    with TorchDispatchMode():
-        assert not guard(tensor)
-    assert guard(tensor)
+@pytest.mark.parametrize("mode", [TorchDispatchMode, FakeTensorMode])
+@pytest.mark.usefixtures("guard_of")
+def test_a_call_that_a_mode_looks_at_is_another_call(mode: Callable[[], Any]) -> None:
+    """Modes of torch's own, as of fake tensors, leave the dispatch keys that guards look at as they were."""
+    given, launched = (base(),), Launched()
+    call = known_call(given, given, [0], launched.of)
+    with mode():
+        assert call((), given) is None
+    assert not launched.seen
+    assert call((), given) is given[0]
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize], ids=["vmap", "functionalize"])
+def test_a_call_that_torch_transforms_is_another_call(
+    transform: Callable[..., Any], guard_of: Callable[..., known.Guard]
+) -> None:
+    guard, seen = guard_of([base()]), []
+    transform(lambda tensor: seen.append(guard(base())) or tensor)(base())
+    assert seen == [False]
 
 
 def test_a_tensor_that_requires_grad_passes_only_where_none_is_recorded(guard_of: Callable[..., known.Guard]) -> None:

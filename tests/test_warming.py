@@ -11,7 +11,7 @@ import torch
 from dsafuse import warm_up
 from dsafuse.kernels import ahead
 from dsafuse.kernels.plans import PLANS, plan_for
-from dsafuse.models import MODELS
+from dsafuse.models import MODELS, ModelShape
 from dsafuse.registry import OPS
 from dsafuse.target import Target
 from dsafuse.warming import Compiled, planned_tokens
@@ -126,6 +126,10 @@ def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatc
     assert (seen["weights"].dtype, seen["cos_sin_cache"].dtype) == (torch.float32, torch.bfloat16)
 
 
+def shaped(**changes: Any) -> ModelShape:
+    return replace(MODELS["glm-5.2"], **changes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
@@ -140,14 +144,23 @@ def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatc
         ({"queries": ["bf16"]}, ValueError, "queries: got 'bf16', expected one of activation, fp8"),
         ({"index_kv_layouts": ["plain"]}, ValueError, "index_kv_layouts: got 'plain', expected one of"),
         ({"layers": ["dense"]}, ValueError, "layers: got 'dense', expected one of indexed, unindexed"),
-        ({"block_size": -1}, ValueError, "block_size: got -1, expected at least 1"),
+        ({"block_size": -1}, ValueError, "block_size: got -1, expected 1 to 2147483647"),
+        ({"block_size": 2**31}, ValueError, "block_size: got 2147483648, expected 1 to 2147483647"),
         ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
         ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
         ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),
         ({"dtypes": {"positions": "int64"}}, TypeError, "dtypes: got 'int64' for positions, expected a torch.dtype"),
-        ({"dtypes": 5}, TypeError, "dtypes: got int, expected several names"),
+        ({"dtypes": 5}, TypeError, "dtypes: got int, expected a mapping"),
+        ({"dtypes": ["positions"]}, TypeError, "dtypes: got list, expected a mapping"),
+        ({"dtypes": {"q_out": torch.float16}}, ValueError, "dtypes: got 'q_out', expected one of"),
+        ({"dtypes": {"k_scale": torch.float64}}, ValueError, "dtypes: got 'k_scale', expected one of"),
         ({"ops": 5}, TypeError, "ops: got int, expected several names"),
-        ({"model": 5}, ValueError, "model: got 5, expected one of deepseek-v3.2, glm-5.2"),
+        ({"model": 5}, TypeError, "model: got int, expected a name or a ModelShape"),
+        ({"model": None}, TypeError, "model: got NoneType, expected a name or a ModelShape"),
+        ({"model": shaped(index_heads=0)}, ValueError, "model.index_heads: got 0, expected at least 1"),
+        ({"model": shaped(heads=-1)}, ValueError, "model.heads: got -1, expected at least 1"),
+        ({"model": shaped(heads=None)}, TypeError, "model.heads: got NoneType, expected an int"),
+        ({"model": shaped(mla_rope_style=None)}, ValueError, "model.mla_rope_style: got None, expected one of"),
         ({"target": 5}, TypeError, "target: got int, expected a name or a Target"),
         ({"target": None}, TypeError, "target: got NoneType, expected a name or a Target"),
         ({"tp": "8"}, TypeError, "tp: got str, expected an int"),

@@ -33,20 +33,28 @@ MOST_CALLS = 8
 """Calls kept for a key: inside and outside of inference mode, aligned or not, tensors of their own or shared."""
 
 
+def is_watched() -> bool:
+    """Whether torch traces, transforms or stands in for what happens: then it has to see the op."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode, and any other mode
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+    )
+
+
 class PythonGuard:
-    """Whether tensors look as they did, and no mode looks on. For a torch without `TensorGuards`; many times slower."""
+    """Whether tensors look as they did, unwatched. For a torch without `TensorGuards`; many times slower."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._seen = self._look(tensors)
 
     @staticmethod
     def _look(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        looks = [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-        return [torch._C._len_torch_dispatch_stack(), *looks]
+        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
         """Whether these look like those."""
-        return self._look(tensors) == self._seen
+        return not is_watched() and self._look(tensors) == self._seen
 
 
 @cache
@@ -105,13 +113,15 @@ def known_call(
     order = {i: place for place, i in enumerate((*looked_at, *made))}
     guard = guard_of([tensor for i in looked_at if (tensor := given[i]) is not None])
     launch = launch_of(order | {i: order[first] for i, first in twins})
+    # The native guard sees torch.func and torch.jit.trace in the dispatch keys, but not a mode of torch's own.
+    modes = torch._C._len_torch_dispatch_stack
     tensors_of, results_of = _picker(looked_at), itemgetter(*results)
     address_of = torch.Tensor.data_ptr
     outputs = [(i, tuple(tensor.shape), tensor.dtype) for i in made if (tensor := settled[i]) is not None]
 
     def again(_key: Hashable, tensors: Tensors) -> Any:
         found = tensors_of(tensors)
-        if not guard(*found):
+        if modes() or not guard(*found):
             return None
         for i, first in twins:
             if tensors[i] is not tensors[first]:

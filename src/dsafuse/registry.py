@@ -14,6 +14,7 @@ import torch
 from dsafuse import switches
 from dsafuse.dispatch import PROVIDERS, Decision, NoProviderError, OpConfig, choose
 from dsafuse.entry import Entry
+from dsafuse.known import is_watched
 from dsafuse.target import Target
 
 P = ParamSpec("P")
@@ -207,12 +208,10 @@ class Op(Generic[P, R]):
 
 
 def _is_watched(arguments: Arguments) -> bool:
-    """Whether torch traces, transforms or stands in for what happens to these tensors: then it has to see the op."""
+    """Whether torch, or a tensor of a class of its own, has to see the op."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode, and any other mode
-        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or is_watched()
         or any(_has_own_dispatch(value) for value in arguments.values() if isinstance(value, torch.Tensor))
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, get_type_hints
 
@@ -14,8 +14,9 @@ import torch
 from dsafuse.dispatch import PROVIDERS
 from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
 from dsafuse.models import MODELS, ModelShape
-from dsafuse.numerics import ACTIVATION_DTYPES, Rounding
+from dsafuse.numerics import ACTIVATION_DTYPES, RopeStyle, Rounding
 from dsafuse.ops import resolve
+from dsafuse.ops.arguments import MAX_SLOTS, expect_member
 from dsafuse.ops.config import Config
 from dsafuse.registry import OPS, Op
 from dsafuse.target import Target
@@ -37,7 +38,13 @@ DTYPES: dict[str, torch.dtype] = {
     "index_norm_weight": torch.float32,
     "index_norm_bias": torch.float32,
 }
-"""What an engine's tensors hold, under the names of `prepare_qk`; what is not named here holds the activation dtype."""
+"""What an engine's tensors hold, under the names of `prepare_qk`, where that is not the activation dtype."""
+
+ACTIVATIONS = (
+    *("q_nope", "q_pe", "q_c", "kv_c", "k_pe", "q_norm_weight", "kv_norm_weight"),
+    *("index_q", "index_k", "index_weights"),
+)
+"""The tensors that hold the activation dtype."""
 
 _TOKENS, _BLOCKS, _MAX_POSITION = 32, 64, 4096  # nothing is compiled for these
 
@@ -98,14 +105,16 @@ def warm_up(
         block_size: tokens in a block of both caches.
         rounding: "split" or "fp32".
         dtypes: of tensors by argument name, where they aren't those of `DTYPES`: the names of `prepare_qk`,
-            `prepare_latents` and `prepare_queries`, `index_*` for the indexer's.
+            `prepare_latents` and `prepare_queries`, `index_*` for the indexer's. Those of `DTYPES` and `ACTIVATIONS`
+            can be given: outputs, scales and top-k rows have one dtype.
 
     Returns:
         What was compiled, and what was left out and why: formats that the target has no conversion to, layouts that
         a block size does not allow.
 
-    Errors: TypeError for an argument of another type; ValueError for an unknown name, heads that tp does not divide, or
-        a target that nothing is compiled for; RuntimeError where Triton is not installed.
+    Errors: TypeError for an argument of another type; ValueError for an unknown name, a size that no model or cache
+        has, heads that tp does not divide, or a target that nothing is compiled for; RuntimeError where Triton is not
+        installed.
     """
     shape, where = _shape(model), Target.named(target) if isinstance(target, str) else target
     if not isinstance(where, Target):
@@ -116,13 +125,12 @@ def warm_up(
     provider = PROVIDERS["triton"].load()
     if not where.gpu:
         raise ValueError(f"target: got {where.arch!r}, expected a GPU: nothing is compiled for a CPU")
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, expected at least 1")
+    if not 1 <= block_size <= MAX_SLOTS:
+        raise ValueError(f"block_size: got {block_size}, expected 1 to {MAX_SLOTS}")
     if (reason := provider.why_not_here()) is not None:
         raise RuntimeError(f"warm_up needs Triton: {reason}")
     if activation not in ACTIVATION_DTYPES:
         raise ValueError(f"activation: got {activation}, expected one of {', '.join(map(str, ACTIVATION_DTYPES))}")
-    known = {parameter for op in OPS.values() for parameter in map(_seam_name(op), inspect.signature(op).parameters)}
     chosen = {
         "ops": _expect("ops", OPS if ops is None else ops, OPS),
         "kv_layouts": _expect("kv_layouts", kv_layouts, MLA_LAYOUTS),
@@ -131,8 +139,11 @@ def warm_up(
         "layers": _expect("layers", layers, LAYERS),
     }
     _expect("rounding", [rounding], tuple(Rounding))
-    _expect("dtypes", dtypes or (), tuple(known))
-    for argument, dtype in (dtypes or {}).items():
+    dtypes = {} if dtypes is None else dtypes
+    if not isinstance(dtypes, Mapping):
+        raise TypeError(f"dtypes: got {type(dtypes).__name__}, expected a mapping from names to dtypes")
+    _expect("dtypes", dtypes, (*DTYPES, *ACTIVATIONS))
+    for argument, dtype in dtypes.items():
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtypes: got {dtype!r} for {argument}, expected a torch.dtype")
     heads = shape.local_heads(tp)
@@ -158,7 +169,7 @@ def warm_up(
             activation=activation,
             block_size=block_size,
             rounding=rounding,
-            dtypes=dtypes or {},
+            dtypes=dtypes,
         )
         if layer == "unindexed":  # it uses what another layer chose, and clears nothing
             call.pop("topk_indices", None)
@@ -193,10 +204,21 @@ def planned_tokens(device: torch.device, most: int) -> list[int]:
 
 
 def _shape(model: str | ModelShape) -> ModelShape:
-    if isinstance(model, ModelShape):
-        return model
-    _expect("model", [model], MODELS)
-    return MODELS[model]
+    if isinstance(model, str):
+        _expect("model", [model], MODELS)
+        return MODELS[model]
+    if not isinstance(model, ModelShape):
+        raise TypeError(f"model: got {type(model).__name__}, expected a name or a ModelShape")
+    for field in fields(model):
+        name, value = f"model.{field.name}", getattr(model, field.name)
+        if field.name.endswith("rope_style"):
+            expect_member(name, value, RopeStyle)
+        elif field.name != "name":
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1")
+    return model
 
 
 def _expect(argument: str, given: Iterable[str], choices: Iterable[str]) -> list[str]:
@@ -235,10 +257,10 @@ def meta_call(
 ) -> dict[str, Any]:
     """A call as an engine makes it, on the meta device: the absorbed query transposed, the latents slices."""
     fp8 = torch.float8_e4m3fnuz if target.fp8 == {torch.float8_e4m3fnuz} else torch.float8_e4m3fn
-    held = {**DTYPES, **(dtypes or {})}
+    held = {**dict.fromkeys(ACTIVATIONS, activation), **DTYPES, **(dtypes or {})}
 
     def empty(name: str, *size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=held.get(name, activation), device="meta")
+        return torch.empty(size, dtype=held[name], device="meta")
 
     def sliced(widths: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
         """Neighbours in the rows of one projection."""
@@ -271,7 +293,7 @@ def meta_call(
         "kv_norm_weight": empty("kv_norm_weight", LATENT_DIM),
         "kv_norm_eps": 1e-6,
         "topk_indices": _far(tokens, shape.index_topk),
-        "rope_style": shape.mla_rope_style.value,
+        "rope_style": str(shape.mla_rope_style),
         "kv_layout": kv_layout,
         "fp8_dtype": fp8,
         "rounding": rounding,
@@ -289,7 +311,7 @@ def meta_call(
             "index_cos_sin_cache": empty("index_cos_sin_cache", _MAX_POSITION, ROPE_DIM),
             "index_weights_scale": INDEX_DIM**-0.5 * indexes**-0.5,
             "index_kv_layout": index_kv_layout,
-            "index_rope_style": shape.index_rope_style.value,
+            "index_rope_style": str(shape.index_rope_style),
         }
     names = {name: _seam_name(op)(name) for name in inspect.signature(op).parameters}
     return {name: values[known] for name, known in names.items() if known in values}

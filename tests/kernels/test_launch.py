@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import driver
 
 from dsafuse import switches
@@ -482,6 +483,22 @@ def test_a_call_in_inference_mode_is_checked_once(gpu: Gpu) -> None:
     assert gpu.knows(lambda: EVERY_OP["mla"](**call))
 
 
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_a_known_call_is_traced_as_an_unknown_one_is(op: str, gpu: Gpu) -> None:
+    call = FULL_CALLS[op]()
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+
+    def traced() -> int:
+        graph = make_fx(lambda *values: EVERY_OP[op](**call | dict(zip(tensors, values))))(*tensors.values()).graph
+        return sum(EVERY_OP[op].name in str(node.target) for node in graph.nodes)
+
+    assert traced() == 1
+    EVERY_OP[op](**call)
+    launches = len(gpu.launches)
+    assert traced() == 1
+    assert len(gpu.launches) == launches + 1  # torch runs what it traces, once
+
+
 def test_a_known_call_is_checked_on_another_current_device_and_under_a_profiler(gpu: Gpu) -> None:
     call = mla_call(3)
     EVERY_OP["mla"](**call)
@@ -504,6 +521,22 @@ def test_outputs_that_interleave_with_an_input_must_do_so_as_they_did(gpu: Gpu) 
     assert gpu.knows(lambda: EVERY_OP["mla"](**same))
     moved = call | {"q_nope": elsewhere[..., :512], "q_out": elsewhere[..., 512:1088]}
     assert not gpu.knows(lambda: EVERY_OP["mla"](**moved))
+
+
+def test_caches_of_one_storage_may_interleave_anew_and_share_no_byte(gpu: Gpu) -> None:
+    call, block = latents_call(3, layout="fp8_ds_mla"), 16 * 656
+    pages = torch.zeros(2, 4 * block, dtype=torch.uint8)
+
+    def laid(mla: int, index: int) -> dict[str, Any]:
+        cache = pages[:, mla : mla + block].view(2, 16, 656)
+        return call | {"kv_cache": cache, "index_kv_cache": pages[:, index : index + 16 * 132].view(2, 16, 132)}
+
+    assert not gpu.knows(lambda: EVERY_OP["latents"](**laid(0, block)))
+    assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 2 * block)))
+    assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 3 * block)))
+    assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 0)))
+    with pytest.raises(ValueError, match=r"^kv_cache: got memory that overlaps index_kv_cache"):
+        EVERY_OP["latents"](**laid(block, block))
 
 
 def test_a_scale_that_nothing_needs_may_lie_anywhere(gpu: Gpu) -> None:

@@ -27,6 +27,9 @@ MAX_WIDTH = 2**20
 MAX_SLOTS = 2**31 - 1
 """Kernels divide a slot by the block size in 32 bits; 2**31 tokens would be a cache of 276 GB or more."""
 
+MAX_BLOCK_BYTES = 2**31 - 1
+"""Kernels place a row inside a block of a planar layout in 32 bits; so large a block would be 16 million tokens."""
+
 MAX_POSITIONS = 2**31 - 1
 """Kernels take the rows of a rope table in 32 bits; so many would be 275 GB or more."""
 
@@ -185,6 +188,8 @@ def expect_cache(argument: str, cache: torch.Tensor, layout: CacheLayout, activa
         raise ValueError(f"{name}: got block_size {block_size}, expected at least 1")
     if blocks * block_size > MAX_SLOTS:
         raise ValueError(f"{name}: got {blocks * block_size} slots, expected at most {MAX_SLOTS}")
+    if layout.planar and block_size * need > MAX_BLOCK_BYTES:
+        raise ValueError(f"{name}: got block_size {block_size}, expected at most {MAX_BLOCK_BYTES // need}")
     if layout.planar and block_size > 1 and cache.stride(1) != row:
         raise ValueError(f"{name}: got strides {cache.stride()}, expected each block contiguous (planar layout)")
     if block_size > 1 and cache.stride(1) < need:
@@ -224,7 +229,8 @@ def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Te
     order = [*tensors]
     for pair in _crossing(tensors):
         name, other = sorted(pair, key=order.index)
-        if name in outputs and _Memory(tensors[name]).meets(_Memory(tensors[other])):
+        distance = tensors[other].data_ptr() - tensors[name].data_ptr()
+        if name in outputs and Memory(tensors[name]).meets(Memory(tensors[other]), distance):
             raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
 
 
@@ -238,11 +244,10 @@ def _crossing(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
             yield name, other
 
 
-class _Memory:
-    """The bytes of a tensor: a start, and axes (count, stride in bytes), the largest stride first."""
+class Memory:
+    """The bytes of a tensor, wherever it starts: axes (count, stride in bytes), the largest stride first."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.start = tensor.data_ptr()
         size = tensor.element_size()
         axes = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride()) if n > 1 and stride]
         self.axes: list[tuple[int, int]] = []
@@ -253,9 +258,12 @@ class _Memory:
             else:
                 self.axes.append((n, stride))
 
-    def meets(self, other: _Memory) -> bool:
-        """Whether the two share a byte, as far as equal outer strides let it be told; else whether spans cross."""
-        return _meet(self.axes, other.axes, other.start - self.start)
+    def meets(self, other: Memory, distance: int) -> bool:
+        """Whether it shares a byte with another that starts `distance` bytes behind it.
+
+        That is told as far as equal outer strides let it be; else spans that cross count as shared.
+        """
+        return _meet(self.axes, other.axes, distance)
 
 
 def _extent(axes: list[tuple[int, int]]) -> int:
