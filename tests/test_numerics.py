@@ -103,10 +103,21 @@ def test_group_scales_worked_out_by_hand(amax: float, floor: float, dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("amax", "scale"), [(0.0, 2.0**-13), (336.0, 1.0), (448.0, 1.0), (449.0, 2.0), (1e-3, 2.0**-13)]
+    ("amax", "power", "quotient"),
+    [
+        (0.0, 2.0**-13, 2.0**-126),
+        (2.0**-10, 2.0**-13, 2.0**-10 / 448),
+        (336.0, 1.0, 0.75),
+        (448.0, 1.0, 1.0),
+        (449.0, 2.0, 449 / 448),
+        (448 * 2.0**-126, 2.0**-13, 2.0**-126),
+        (450 * 2.0**-126, 2.0**-13, 450 / 448 * 2.0**-126),
+    ],
 )
-def test_tile_scales_worked_out_by_hand(amax: float, scale: float) -> None:
-    assert float(numerics.tile_scale(scalar(amax), FP8_FORMATS[FN])) == scale
+def test_tile_scales_worked_out_by_hand(amax: float, power: float, quotient: float) -> None:
+    found = {rule: float(numerics.tile_scale(scalar(amax), FP8_FORMATS[FN], rule)) for rule in ScaleRule}
+    assert found[ScaleRule.UE8M0] == power
+    assert found[ScaleRule.FP32] == float(scalar(quotient))
 
 
 def test_the_fp32_rule_is_one_rounded_division() -> None:

@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from dsafuse.numerics import FP8_FORMATS
-from tests.inputs import FN, FNUZ, OPS, assert_same_memory, call_of, indexer_call, indexer_row, rope_table, run
+from tests.inputs import (
+    FN,
+    FNUZ,
+    OPS,
+    assert_same_memory,
+    cache_row,
+    call_of,
+    indexer_call,
+    indexer_row,
+    rope_table,
+    run,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PROVIDERS = ("interpreter", "split")
@@ -41,6 +52,15 @@ MLA_CASES: dict[str, dict[str, Any]] = {
     "fp8_ds_mla fp32, neox, block of 1": {"activation": FP32, "rope_style": "neox", "block_size": 1},
     "fp8_ds_mla fp32, unrounded, block of 64": {"activation": FP32, "rounding": "fp32", "block_size": 64},
     "fp8_ds_mla fnuz, 7 heads": {"heads": 7, "query": FNUZ, "fp8": FNUZ},
+    "fp8_ds_mla, fp32 scales": {"heads": 1, "scale_rule": "fp32", "tokens": 9},
+    "fp8_ds_mla fp32, fp32 scales, unrounded, block of 1": {
+        "heads": 1,
+        "activation": FP32,
+        "scale_rule": "fp32",
+        "rounding": "fp32",
+        "block_size": 1,
+    },
+    "fp8_ds_mla fp16 fnuz, fp32 scales": {"heads": 1, "activation": FP16, "fp8": FNUZ, "scale_rule": "fp32"},
 }
 INDEXER_CASES: dict[str, dict[str, Any]] = {
     "one head, block of 1": {"heads": 1, "block_size": 1},
@@ -203,12 +223,12 @@ def specials(shape: tuple[int, ...], activation: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("activation", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("layout", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize(("layout", "rule"), [("fp8", "ue8m0"), ("fp8_ds_mla", "ue8m0"), ("fp8_ds_mla", "fp32")])
 def test_nan_and_infinity_in_mla_inputs_give_the_oracles_bytes(
-    layout: str, activation: torch.dtype, provider: str
+    layout: str, rule: str, activation: torch.dtype, provider: str
 ) -> None:
     fp8 = FNUZ if activation is FP32 else FN
-    call = call_of("mla", 9, 1, layout=layout, activation=activation, query=fp8, fp8=fp8)
+    call = call_of("mla", 9, 1, layout=layout, activation=activation, query=fp8, fp8=fp8, scale_rule=rule)
     call["slot_mapping"] = torch.arange(9)
     call |= {
         "q_nope": specials((9, 1, 512), activation),
@@ -241,6 +261,21 @@ def test_a_key_row_with_nan_or_infinity_is_nan_through_its_norm_and_harms_no_oth
         assert codes.unique().tolist() == [0x7F]
         assert scale == 2.0**-22
         assert 0x7F not in indexer_row(got["kv_cache"], 2)[0].tolist()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_an_fp32_tile_scale_is_floored_at_the_smallest_normal_number(provider: str) -> None:
+    """Tiles of nothing but zeros, of subnormal numbers, of quotients around the floor, and of NaN."""
+    tiny = torch.finfo(FP32).tiny
+    call = call_of("mla", 3, 1, activation=FP32, scale_rule="fp32", slot_mapping=torch.arange(3))
+    for tile, most in enumerate((0.0, tiny / 8, 447 * tiny, 449 * tiny)):
+        call["kv_c"][0, 128 * tile : 128 * tile + 128] = most * torch.linspace(-1, 1, 128)
+    call["kv_c"][1, :128] = torch.nan
+    got = run("mla", provider, call)
+    assert_same_memory(got, run("mla", "oracle", call))
+    scales = [cache_row(got["kv_cache"], token)[512:528].clone().view(FP32).tolist() for token in range(2)]
+    assert scales[0] == [tiny, tiny, tiny, float(torch.tensor(449 * tiny) / 448)]
+    assert scales[1][0] == tiny
 
 
 @pytest.mark.parametrize("fp8", [FN, FNUZ])

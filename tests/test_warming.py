@@ -46,6 +46,14 @@ def test_every_op_is_compiled_for_every_cache_and_query_that_a_target_has(asked:
             assert (each.config.index_q.heads, each.config.index_q.rope_style) == (64, "neox")
 
 
+def test_tiles_are_compiled_for_the_rule_that_is_asked_for(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up("glm-5.2", "sm_90", scale_rule="fp32")
+    rules = {(kv.layout, kv.scale_rule) for each in done.compiled if (kv := each.config.latent_kv)}
+    assert rules == {("plain", "ue8m0"), ("fp8", "ue8m0"), ("fp8_ds_mla", "fp32")}
+    assert {each.config.index_k.scale_rule for each in done.compiled if each.config.index_k} == {"ue8m0"}
+    assert len(done.compiled) == len(warm_up("glm-5.2", "sm_90").compiled)
+
+
 def test_what_is_asked_for_is_all_that_is_compiled(asked: list[tuple[Any, ...]]) -> None:
     done = warm_up(
         replace(MODELS["glm-5.2"], heads=24),
@@ -146,6 +154,7 @@ def shaped(**changes: Any) -> ModelShape:
         ({"layers": ["dense"]}, ValueError, "layers: got 'dense', expected one of indexed, unindexed"),
         ({"block_size": -1}, ValueError, "block_size: got -1, expected 1 to 2147483647"),
         ({"block_size": 2**31}, ValueError, "block_size: got 2147483648, expected 1 to 2147483647"),
+        ({"scale_rule": "e8m0"}, ValueError, "scale_rule: got 'e8m0', expected one of ue8m0, fp32"),
         ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
         ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
         ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),

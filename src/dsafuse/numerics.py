@@ -13,12 +13,10 @@ from enum import StrEnum
 import torch
 
 FLT_MAX = torch.finfo(torch.float32).max
+FLT_MIN = torch.finfo(torch.float32).tiny
 
 INDEX_K_FLOOR = 1e-4
 """Smallest amax of an indexer key row, before the division by fp8_max (DeepSeek reference, vLLM)."""
-
-DS_MLA_FLOOR = 1e-4
-"""Smallest tile scale of `fp8_ds_mla`, after the division by fp8_max (FlashMLA's packer)."""
 
 
 class RopeStyle(StrEnum):
@@ -39,6 +37,11 @@ class ScaleRule(StrEnum):
 
     FP32 = "fp32"
     """The quotient itself."""
+
+
+DS_MLA_FLOOR = {ScaleRule.UE8M0: 1e-4, ScaleRule.FP32: FLT_MIN}
+"""Smallest tile scale of `fp8_ds_mla`, after the division by fp8_max: what the writers of that rule have, FlashMLA's
+packer and vLLM from 0.32 on, and vLLM 0.26."""
 
 
 class Rounding(StrEnum):
@@ -142,6 +145,7 @@ def group_scale(amax_: torch.Tensor, floor: float, fmt: Fp8Format, rule: ScaleRu
     return power_of_two_at_least(s) if rule is ScaleRule.UE8M0 else s
 
 
-def tile_scale(amax_: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Scale of an `fp8_ds_mla` tile: the floor applies after the division; always a power of two."""
-    return power_of_two_at_least(_over(amax_, fmt.max).clamp(min=DS_MLA_FLOOR))
+def tile_scale(amax_: torch.Tensor, fmt: Fp8Format, rule: ScaleRule) -> torch.Tensor:
+    """Scale of an `fp8_ds_mla` tile: max(amax / fp8_max, floor), as the rule has it; the floor is the rule's own."""
+    s = _over(amax_, fmt.max).clamp(min=DS_MLA_FLOOR[rule])
+    return power_of_two_at_least(s) if rule is ScaleRule.UE8M0 else s

@@ -50,9 +50,9 @@ def write_latent(
 ) -> None:
     """kv_cache[slot] = quantise(concat(latent, k_rot))."""
     assert config.latent_kv is not None
-    layout = MLA_LAYOUTS[config.latent_kv.layout]
-    rows = roles.store_latent(latent, k_rot.float(), layout.name, k_scale, FP8_FORMATS[config.fp8], config.activation)
-    roles.write_rows(kv_cache, layout, slot_mapping, rows, config.activation)
+    role, fmt = config.latent_kv, FP8_FORMATS[config.fp8]
+    rows = roles.store_latent(latent, k_rot.float(), role.layout, k_scale, role.scale_rule, fmt, config.activation)
+    roles.write_rows(kv_cache, MLA_LAYOUTS[role.layout], slot_mapping, rows, config.activation)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:

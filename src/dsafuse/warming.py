@@ -14,7 +14,7 @@ import torch
 from dsafuse.dispatch import PROVIDERS
 from dsafuse.layouts import INDEX_DIM, INDEXER_LAYOUTS, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
 from dsafuse.models import MODELS, ModelShape
-from dsafuse.numerics import ACTIVATION_DTYPES, RopeStyle, Rounding
+from dsafuse.numerics import ACTIVATION_DTYPES, RopeStyle, Rounding, ScaleRule
 from dsafuse.ops import resolve
 from dsafuse.ops.arguments import MAX_SLOTS, expect_member
 from dsafuse.ops.config import Config
@@ -82,6 +82,7 @@ def warm_up(
     index_kv_layouts: Iterable[str] = ("flat",),
     layers: Iterable[str] = ("indexed",),
     block_size: int = 64,
+    scale_rule: str = "ue8m0",
     rounding: str = "split",
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> WarmUp:
@@ -103,6 +104,7 @@ def warm_up(
         index_kv_layouts: layouts of the indexer cache.
         layers: "indexed" and "unindexed": layers with an indexer of their own, or without.
         block_size: tokens in a block of both caches.
+        scale_rule: "ue8m0" or "fp32", of the tiles of layout "fp8_ds_mla".
         rounding: "split" or "fp32".
         dtypes: of tensors by argument name, where they aren't those of `DTYPES`: the names of `prepare_qk`,
             `prepare_latents` and `prepare_queries`, `index_*` for the indexer's. Those of `DTYPES` and `ACTIVATIONS`
@@ -138,6 +140,7 @@ def warm_up(
         "index_kv_layouts": _expect("index_kv_layouts", index_kv_layouts, INDEXER_LAYOUTS),
         "layers": _expect("layers", layers, LAYERS),
     }
+    _expect("scale_rule", [scale_rule], tuple(ScaleRule))
     _expect("rounding", [rounding], tuple(Rounding))
     dtypes = {} if dtypes is None else dtypes
     if not isinstance(dtypes, Mapping):
@@ -168,6 +171,7 @@ def warm_up(
             layer=layer,
             activation=activation,
             block_size=block_size,
+            scale_rule=scale_rule,
             rounding=rounding,
             dtypes=dtypes,
         )
@@ -252,6 +256,7 @@ def meta_call(
     layer: str = "indexed",
     activation: torch.dtype = torch.bfloat16,
     block_size: int = 64,
+    scale_rule: str = "ue8m0",
     rounding: str = "split",
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Any]:
@@ -295,6 +300,7 @@ def meta_call(
         "topk_indices": _far(tokens, shape.index_topk),
         "rope_style": str(shape.mla_rope_style),
         "kv_layout": kv_layout,
+        "scale_rule": scale_rule,
         "fp8_dtype": fp8,
         "rounding": rounding,
     }

@@ -6,7 +6,7 @@ import pytest
 
 from dsafuse.check.cases import CHOICES, COUNTS, INDEXER, MLA, PREPARE_LATENTS, PREPARE_QK, ROLES, Case, fields_of
 from dsafuse.check.covering import pairs, pairwise
-from dsafuse.check.sets import SETS, axes, case_set, each_value
+from dsafuse.check.sets import JOINED, SETS, axes, case_set, each_value
 from dsafuse.registry import OPS
 from dsafuse.target import Target
 
@@ -19,7 +19,7 @@ def covered(rows):
 
 
 def value_of(case, axis):
-    return (case.index_layout, case.index_block_size) if axis == "index_page" else getattr(case, axis)
+    return tuple(getattr(case, field) for field in JOINED[axis]) if axis in JOINED else getattr(case, axis)
 
 
 def test_every_op_has_roles():

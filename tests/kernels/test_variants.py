@@ -148,6 +148,13 @@ def test_another_configuration_is_compiled_apart(op: str, jit: Jit) -> None:
     assert jit.compiled == 2
 
 
+def test_a_rule_for_tiles_is_compiled_where_there_are_tiles(jit: Jit) -> None:
+    for layout, kernels in (("fp8", 1), ("plain", 2), ("fp8_ds_mla", 4)):
+        for rule in ("ue8m0", "fp32"):
+            jit.launch("mla", mla_call(3, layout=layout, block_size=64, scale_rule=rule))
+        assert jit.compiled == kernels, layout
+
+
 def test_the_number_of_blocks_and_the_length_of_the_table_compile_nothing(jit: Jit) -> None:
     call = CALLS["mla"](3)
     jit.launch("mla", call)

@@ -189,6 +189,18 @@ MLA: dict[str, Bad] = {
         ValueError,
         r"got row stride 640, expected at least 656",
     ),
+    "an unknown rule": (
+        "mla",
+        put("scale_rule", "e8m0"),
+        ValueError,
+        r"^scale_rule: got 'e8m0', expected one of ue8m0, fp32",
+    ),
+    "an unknown rule where there are no tiles": (
+        "mla",
+        lambda _call: mla_call(layout="plain") | {"scale_rule": None},
+        ValueError,
+        r"^scale_rule: got None, expected one of ue8m0, fp32",
+    ),
     "cache blocks that overlap": (
         "mla",
         cache((2, 16, 656), (656, 656, 1)),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.inputs import ACTIVATIONS, FN, FNUZ, MAX_POSITION, Call, cache_row, mla_call, rope_table, run
+from tests.inputs import ACTIVATIONS, FN, FNUZ, MAX_POSITION, OPS, Call, cache_row, mla_call, rope_table, run
 
 STYLES = pytest.mark.parametrize("style", ["interleaved", "neox"])
 
@@ -117,6 +117,37 @@ def test_tiles_of_fp8_ds_mla_worked_out_by_hand(value: float, scale: float, byte
     assert row[512:528].clone().view(torch.float32).tolist() == [2.0**-13, scale, 2.0**-13, 2.0**-13]
     assert int(row[128]) == byte
     assert row[:128].unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_fp32_tiles_are_the_bytes_of_vllm_026(activation: torch.dtype) -> None:
+    """Its C++ writer: scale = max(max_abs / 448, FLT_MIN), codes = x / scale, both divisions rounded."""
+    call = mla_call(9, 1, activation=activation, slot_mapping=torch.arange(9), scale_rule="fp32", seed=2)
+    call["kv_c"][3, 128:256] = 0.0
+    call["kv_c"][4, 128:256] *= 2.0**-10
+    done, powers = run("mla", "oracle", call), run("mla", "oracle", call | {"scale_rule": "ue8m0"})
+    tiles = call["kv_c"].float().view(9, 4, 128)
+    scale = torch.maximum(tiles.abs().amax(-1) / torch.tensor(448.0), torch.tensor(torch.finfo(torch.float32).tiny))
+    codes = (tiles / scale[..., None]).to(FN)
+    for token in range(9):
+        row, power = cache_row(done["kv_cache"], token), cache_row(powers["kv_cache"], token)
+        assert torch.equal(row[:512], codes[token].view(torch.uint8).flatten())
+        assert torch.equal(row[512:528].clone().view(torch.float32), scale[token])
+        assert torch.equal(row[528:], power[528:])
+        assert not torch.equal(row[:528], power[:528])
+    assert float(scale[3, 1]) == 2.0**-126
+
+
+@pytest.mark.parametrize("layout", ["plain", "fp8"])
+def test_a_layout_without_tiles_ignores_the_rule(layout: str) -> None:
+    call = mla_call(4, 1, layout=layout, query=FN)
+    (ignored, asked), (_, default) = (OPS["mla"].resolve(**call | rule) for rule in ({"scale_rule": "fp32"}, {}))
+    assert asked == default
+    assert ignored["scale_rule"] == "ue8m0"
+    assert torch.equal(
+        run("mla", "oracle", call | {"scale_rule": "fp32"})["kv_cache"].view(torch.uint8),
+        run("mla", "oracle", call)["kv_cache"].view(torch.uint8),
+    )
 
 
 def test_an_fp8_code_is_the_value_times_the_rounded_reciprocal_of_its_scale() -> None:

@@ -109,6 +109,20 @@ def test_prepare_qk_is_both_fusions_one_after_the_other(provider: str, query: to
 
 
 @PROVIDERS
+@pytest.mark.parametrize("op", ["qk", "latents"])
+@pytest.mark.parametrize("rules", [("fp32", "ue8m0"), ("ue8m0", "fp32")], ids=str)
+def test_tiles_and_the_indexer_have_rules_of_their_own(rules: tuple[str, str], op: str, provider: str) -> None:
+    call = call_of(op, 4, 1, seed=11) | {"scale_rule": rules[0], "index_scale_rule": rules[1]}
+    call |= {"slot_mapping": slots(0, 1, 2, 3), "index_slot_mapping": slots(0, 1, 2, 3)}
+    got = run(op, provider, call)
+    (assert_same_but_norms if op == "latents" else assert_same_memory)(got, run(op, "oracle", call))
+    tiles = torch.stack([cache_row(got["kv_cache"], t)[512:528].clone().view(FP32) for t in range(4)])
+    keys = torch.tensor([indexer_row(got["index_kv_cache"], t)[1] for t in range(4)])
+    for scales, rule in zip((tiles, keys), rules):
+        assert bool((torch.frexp(scales).mantissa == 0.5).all()) == (rule == "ue8m0")
+
+
+@PROVIDERS
 def test_prepare_queries_gives_the_queries_of_prepare_qk(provider: str) -> None:
     call = qk_call(4, 5, index_heads=3, query=FN, seed=7)
     queries = queries_call(4, 5, index_heads=3, query=FN, seed=7)

@@ -73,7 +73,7 @@ class Case:
         torch.manual_seed(0)
         self.tokens, self.heads = tokens, heads
         query_heads = query_heads or heads
-        mla = plan.MlaCall("plain", "interleaved", torch.float32, query_heads, form, FP8)
+        mla = plan.MlaCall("plain", "interleaved", torch.float32, query_heads, form, FP8, "ue8m0")
         index = plan.IndexerCall("flat", "neox", "ue8m0", 1e-6, 0.1, FP8)
         fused = plan.OpPlan("", fused=True)
         made = plan.LayerPlan(NAME, "DSA layer", fused, fused, mla, index, together=True)

@@ -42,6 +42,15 @@ def test_every_backend_that_was_read_has_a_form_and_every_wrapper_row_some_backe
     assert {row.minor for row in host.TESTED if row.path == "wrapper"} == set(host.QUERY_SYMBOLS)
 
 
+def test_every_tested_version_has_a_rule_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsafuse.vllm.model_path import symbols
+
+    assert host.TILE_SCALE_RULES.keys() == {row.minor for row in host.TESTED} == {minor for minor, _ in symbols.PATHS}
+    for version, rule in (("0.26.0", "fp32"), ("0.32.0+cpu", "ue8m0"), ("0.33.1", "ue8m0")):
+        monkeypatch.setattr(host, "version", lambda version=version: version)
+        assert host.tile_scale_rule() == rule
+
+
 @pytest.mark.parametrize(
     ("version", "platform", "path"),
     [("0.26.0", "cuda", "wrapper"), ("0.26.0", "rocm", None), ("0.26.0", "cpu", None), ("0.27.1", "cuda", None)],

@@ -411,6 +411,23 @@ def test_the_first_function_is_prepare_latents(case: str, ours: Functions) -> No
     assert counters.CALLS["latents"] == {"fused": 1, "fallback": 0}
 
 
+@pytest.mark.parametrize(("version", "rule"), [("0.26.0", "fp32"), ("0.32.0", "ue8m0"), ("0.33.1", "ue8m0")])
+def test_tiles_are_scaled_as_the_vllm_at_hand_scales_them(
+    version: str, rule: str, stand_in: symbols.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsafuse.vllm.model_path import hook
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(functions, "prepare_latents", lambda *args, **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(host, "version", lambda: version)
+    assert hook.install(stand_in) == []
+    ours = sys.modules["stand_in_attention"].fused_q.__self__
+    ours.latents[True, torch.bfloat16, "fp8_ds_mla"] = True
+    positional, rest = norm_rope_arguments(latents_call(2, 1), "fp8_ds_mla", True)
+    ours.fused_norm_rope(*positional, **rest)
+    assert seen["scale_rule"] == rule
+
+
 def test_one_mapping_serves_both_caches_and_may_be_padded(ours: Functions) -> None:
     """AMD's class passes one mapping; an engine's may be longer than the batch."""
     ours.latents[True, torch.bfloat16, "auto"] = True

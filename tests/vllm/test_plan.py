@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsafuse import switches
-from dsafuse.vllm import plan
+from dsafuse.vllm import host, plan
 from tests.vllm import layers
 
 
@@ -28,7 +28,7 @@ def test_both_ops_are_fused_with_the_layers_constants() -> None:
         made = plan.build(layers.wrapper(), layers.config())
     assert made.fused
     assert (made.mla.provider, made.indexer.provider) == ("interpreter", "interpreter")
-    assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, 4, "one", torch.float8_e4m3fn)
+    assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, 4, "one", torch.float8_e4m3fn, "ue8m0")
     assert made.indexer_call == plan.IndexerCall("flat", "neox", "ue8m0", 1e-6, 128**-0.5 / 2, torch.float8_e4m3fn)
     assert made.together
     assert "both in one launch, prepare_qk" in str(made)
@@ -70,6 +70,20 @@ def test_cache_and_query_formats_follow_vllms(word: str, quant_query: bool, layo
         call = plan.build(wrapper, layers.config()).mla_call
     assert call is not None
     assert (call.kv_layout, call.query_dtype) == (layout, query)
+
+
+def test_tiles_are_scaled_as_this_vllm_scales_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a graph that was compiled for one rule is not taken for the other."""
+    keys = []
+    for version, rule in (("0.26.0", "fp32"), ("0.32.0", "ue8m0")):
+        monkeypatch.setattr(host, "version", lambda version=version: version)
+        config = layers.config()
+        with switches.override(provider="interpreter"):
+            call = plan.build(layers.wrapper(mla_attn__kv_cache_dtype="fp8_ds_mla"), config).mla_call
+        assert call is not None
+        assert call.scale_rule == rule
+        keys.append(config.additional_config["dsafuse"])
+    assert keys[0] != keys[1]
 
 
 def test_the_split_chain_is_not_a_fusion() -> None:

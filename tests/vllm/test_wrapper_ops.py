@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,6 +240,23 @@ def test_a_dense_prefill_takes_16_bit_under_a_quantised_cache_and_query(
     assert torch.equal(key, rotated(case.k_pe[rows, None], case.positions[rows], case.table))
     assert torch.equal(case.cache, sparse.cache)
     assert torch.equal(case.impl.queries[0].view(torch.uint8), sparse.impl.queries[0][:2].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("way", ["together", "mla_prepare_and_attend"])
+def test_every_launch_scales_tiles_by_the_plans_rule(monkeypatch: pytest.MonkeyPatch, way: str, dense: bool) -> None:
+    mixed = SimpleNamespace(num_actual_tokens=ACTUAL, num_decode_tokens=2, prefill_max_seq_len=40, topk_tokens=64)
+    case = Case(monkeypatch, mixed)
+    case.to(torch.bfloat16, "fp8_ds_mla", 656)
+    made = case.layer.dsafuse.plan
+    fp32 = replace(made, mla_call=replace(made.mla_call, scale_rule="fp32"))
+    case.layer.dsafuse = replace(case.layer.dsafuse, plan=fp32)
+    dense_026(case, dense)
+    getattr(case, way)()
+    for token in (0, 2, 3):  # a decode, and two of a prefill
+        block, row = divmod(int(case.slots[token]), BLOCK_SIZE)
+        scales = case.cache[block, row, 512:528].clone().view(torch.float32)
+        assert torch.equal(scales, case.kv_c[token].float().view(4, 128).abs().amax(-1) / torch.tensor(448.0))
 
 
 @pytest.mark.parametrize("changes", [{"prefill_max_seq_len": 65}, {"prefill_max_seq_len": 64}])

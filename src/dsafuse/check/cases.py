@@ -83,6 +83,8 @@ class Case:
     scale: str = _of("ordinary", "latent_q", "latent_kv")
     """ordinary; power: of two, so that ties stay ties; zero, nan, inf, negative: on a GPU only."""
     layout: str = _of("plain", "latent_kv")
+    tile_scale_rule: str = _of("ue8m0", "latent_kv")
+    """scale_rule of the MLA cache; it shows with fp8_ds_mla alone."""
     block_size: int = _of(64, "latent_kv")
     slots: str = _of("int64", "latent_kv")
     slot_rule: str = _of("permuted", "latent_kv")
@@ -204,6 +206,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "table": ("fp32", "bf16", "fp16"),
     "scale": ("ordinary", "power", "zero", "nan", "inf", "negative"),
     "layout": ("plain", "fp8", "fp8_ds_mla"),
+    "tile_scale_rule": ("ue8m0", "fp32"),
     "slots": ("int64", "int32"),
     "slot_rule": ("permuted", "short", "negative", "beyond"),
     "cache": ("bytes", "typed"),

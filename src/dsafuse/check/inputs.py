@@ -124,6 +124,7 @@ def _latent_kv(case: Case, draw: Draw, memory: Memory) -> dict[str, Any]:
         "k_scale": _put(memory, "k_scale", scale),
         # `auto` tells a uint8 cache by its width; the other half of the cases names the layout.
         "kv_layout": "auto" if case.cache_strides == "dense" and case.cache == "bytes" else case.layout,
+        "scale_rule": case.tile_scale_rule,
     }
 
 

@@ -28,7 +28,7 @@ from dsafuse.check.reference import field_rows
 from dsafuse.layouts import LATENT_TILE, ROPE_DIM
 
 SCALE_ULPS = 4
-"""How far an fp32 key scale may move by the order of a sum alone."""
+"""How far an fp32 scale of a key or a tile may move by the order of a sum alone."""
 
 NORM_ULPS = 8
 
@@ -53,7 +53,8 @@ def compare_normed(case: Case, inputs: Inputs, got: Arm, expected: Arm, result: 
             ulps = SCALE_ULPS if case.scale_rule == "fp32" else 0
             _compare_scaled(case, cache, slots, got, expected, "key", ulps, result)
         elif len(slots) and case.normed and cache.layout.name == "fp8_ds_mla":
-            _compare_scaled(case, cache, slots, got, expected, "latent", 0, result)
+            ulps = SCALE_ULPS if case.tile_scale_rule == "fp32" else 0
+            _compare_scaled(case, cache, slots, got, expected, "latent", ulps, result)
         elif len(slots) and case.normed:
             _compare_latents(case, cache, slots, got, expected, result)
 

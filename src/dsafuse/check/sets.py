@@ -39,6 +39,10 @@ _COMPOSED = {
 _BLOCK_SIZES = (1, 16, 64, 128)
 _PAGES = (("flat", 1), ("flat", 16), ("flat", 64), ("flat", 128), ("tiled16", 16), ("tiled16", 64))
 """(layout, block size) of the indexer cache: not every layout has every block size."""
+_ROWS = (("plain", "ue8m0"), ("fp8", "ue8m0"), ("fp8_ds_mla", "ue8m0"), ("fp8_ds_mla", "fp32"))
+"""(layout, rule of its tile scales) of the MLA cache: one layout has tiles."""
+JOINED = {"row": ("layout", "tile_scale_rule"), "index_page": ("index_layout", "index_block_size")}
+"""Axes of several fields, whose values do not all go together."""
 
 
 def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
@@ -59,8 +63,10 @@ def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
     if not target.gpu:
         # On CPU such a scale is a ValueError, which tests of the arguments cover.
         covered["scale"] = ("ordinary", "power")
-    known = set(fields_of(op)) - {"capacity", "index", "index_layout", "index_block_size"}
+    known = set(fields_of(op)) - {"capacity", "index", *(name for names in JOINED.values() for name in names)}
     found = {name: values for name, values in covered.items() if name in known}
+    if "latent_kv" in ROLES[op]:
+        found["row"] = _ROWS
     if "index_k" in ROLES[op]:
         found["index_page"] = _PAGES if op == INDEXER else _PAGES[:1] + _PAGES[2:5:2]
     return found
@@ -69,8 +75,8 @@ def axes(op: str, which: str, target: Target) -> dict[str, tuple[Any, ...]]:
 def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a case out of one value of each axis."""
     row = dict(values)
-    if "index_page" in row:
-        row["index_layout"], row["index_block_size"] = row.pop("index_page")
+    for axis in JOINED.keys() & row.keys():
+        row |= zip(JOINED[axis], row.pop(axis))
     return row
 
 
@@ -82,8 +88,8 @@ def case_set(op: str, which: str, target: Target) -> list[Case]:
     rows: list[Mapping[str, Any]] = [row_of(row) for row in pairwise(covered)]
     if has_index_switch(op):
         own = fields_of(op, ROLES[op] - {"index_q", "index_k"})
-        alone = {name: values for name, values in covered.items() if name in own}
-        rows += [{**row, "index": "absent"} for row in each_value(alone)]
+        alone = {name: values for name, values in covered.items() if JOINED.get(name, (name,))[0] in own}
+        rows += [{**row_of(row), "index": "absent"} for row in each_value(alone)]
     if which == "full" and target.gpu:
         rows += _BEYOND_32_BITS[op]
     return [Case(op=op, **row) for row in rows]

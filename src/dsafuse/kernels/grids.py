@@ -122,6 +122,7 @@ def prepare(
     BLOCK_HEADS: tl.constexpr,
     # formats
     LAYOUT: tl.constexpr,
+    TILE_UE8M0: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KV_NORM: tl.constexpr,
     NEOX: tl.constexpr,
@@ -282,6 +283,7 @@ def prepare(
                 k_pe_out_stride,
                 BLOCK_SIZE,
                 LAYOUT,
+                TILE_UE8M0,
                 KV_NORM,
                 NEOX,
                 FP8,

@@ -165,6 +165,7 @@ def constants_of(config: Config, target: Target, plan: LaunchPlan) -> dict[str, 
         constants["QUERY_FP8"] = latent_q.query in FP8_FORMATS
     if (latent_kv := config.latent_kv) is not None:
         constants["LAYOUT"] = latent_kv.layout
+        constants["TILE_UE8M0"] = latent_kv.scale_rule == ScaleRule.UE8M0
         constants["BLOCK_SIZE"] = latent_kv.block_size
         constants["KV_NORM"] = latent_kv.norm
         constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
@@ -190,6 +191,7 @@ _ABSENT_CONSTANTS = {
     "HEADS": 0,
     "BLOCK_HEADS": 1,
     "LAYOUT": None,
+    "TILE_UE8M0": True,
     "BLOCK_SIZE": 1,
     "KV_NORM": False,
     "NEOX": False,

@@ -41,7 +41,8 @@ TILE_BYTES = tl.constexpr(layouts.TILED16.fields[0].tile.bytes)
 INDEX_Q_FLOOR = tl.constexpr(numerics.INDEX_Q_FLOOR[numerics.Rounding.SPLIT])
 INDEX_Q_FLOOR_FP32 = tl.constexpr(numerics.INDEX_Q_FLOOR[numerics.Rounding.FP32])
 INDEX_K_FLOOR = tl.constexpr(numerics.INDEX_K_FLOOR)
-DS_MLA_FLOOR = tl.constexpr(numerics.DS_MLA_FLOOR)
+DS_MLA_FLOOR = tl.constexpr(numerics.DS_MLA_FLOOR[numerics.ScaleRule.UE8M0])
+DS_MLA_FLOOR_FP32 = tl.constexpr(numerics.DS_MLA_FLOOR[numerics.ScaleRule.FP32])
 
 
 @triton.jit
@@ -168,6 +169,7 @@ def store_latent_rows(
     k_scale,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    TILE_UE8M0: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -197,10 +199,16 @@ def store_latent_rows(
             ROWS: tl.constexpr = latent.shape[0]
             TILES: tl.constexpr = LATENT // LATENT_TILE
             tiles = tl.reshape(wide, (ROWS * TILES, LATENT_TILE))
-            # The floor is one of the scale. At FP8_MAX times it, the scale is the power of two above the floor.
-            amax = bounded(row_max(tl.abs(tiles)), DS_MLA_FLOOR * FP8_MAX)
-            scale, inverse = power_of_two_scale(amax, FP8_MAX)
-            scaled = tl.reshape(tiles * inverse[:, None], (ROWS, LATENT))
+            if TILE_UE8M0:
+                # The floor is one of the scale. At FP8_MAX times it, the scale is the power of two above the floor.
+                amax = bounded(row_max(tl.abs(tiles)), DS_MLA_FLOOR * FP8_MAX)
+                scale, inverse = power_of_two_scale(amax, FP8_MAX)
+                scaled = tl.reshape(tiles * inverse[:, None], (ROWS, LATENT))
+            else:
+                # Nothing but NaN counts as 0.
+                quotient = tl.div_rn(bounded(row_max(tl.abs(tiles)), 0.0), FP8_MAX)
+                scale = tl.maximum(quotient, DS_MLA_FLOOR_FP32)
+                scaled = tl.reshape(tl.div_rn(tiles, scale[:, None]), (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
             tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)
             rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
@@ -236,6 +244,7 @@ def latent_kv(
     k_pe_out_stride,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
+    TILE_UE8M0: tl.constexpr,
     NORM: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
@@ -286,6 +295,7 @@ def latent_kv(
         k_scale,
         BLOCK_SIZE,
         LAYOUT,
+        TILE_UE8M0,
         NEOX,
         FP8,
         FP8_MAX,

@@ -130,6 +130,7 @@ def write_latent(
             k_scale,
             BLOCK_SIZE=role.block_size,
             LAYOUT=role.layout,
+            TILE_UE8M0=role.scale_rule == ScaleRule.UE8M0,
             NEOX=role.rope_style == RopeStyle.NEOX,
             ALIGN=alignment(latent),
             CACHE_ALIGN=alignment(kv_cache, at_least=MLA_LAYOUTS[role.layout].alignment_bytes),

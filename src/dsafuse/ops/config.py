@@ -25,12 +25,16 @@ class LatentQ:
 
 @dataclass(frozen=True, slots=True)
 class LatentKv:
-    """[RMSNorm(kv_c)], RoPE(k_pe), concat, one row of the MLA cache."""
+    """[RMSNorm(kv_c)], RoPE(k_pe), concat, one row of the MLA cache.
+
+    scale_rule: of the tiles; the default where the layout has none.
+    """
 
     layout: str
     block_size: int
     rope_style: str
     norm: bool = False
+    scale_rule: str = "ue8m0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def mla_config(
     fp8: torch.dtype,
     block_size: int,
     rope_style: str,
+    scale_rule: str,
     rounding: str,
 ) -> Config:
     """Facts of `fused_qk_rope_concat_and_cache_mla`."""
@@ -105,7 +110,7 @@ def mla_config(
         fp8,
         rounding,
         latent_q=LatentQ(heads, query, rope_style),
-        latent_kv=LatentKv(layout, block_size, rope_style),
+        latent_kv=LatentKv(layout, block_size, rope_style, scale_rule=scale_rule),
     )
 
 

@@ -49,6 +49,7 @@ def fused_qk_rope_concat_and_cache_mla(
     kv_layout: str = "auto",
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
+    scale_rule: str = "ue8m0",
     q_out: torch.Tensor | None = None,
     q_dtype: torch.dtype | None = None,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -73,6 +74,8 @@ def fused_qk_rope_concat_and_cache_mla(
             bytes: 512 fp8, 4 fp32 tile scales, 64 bf16), or "auto": told from dtype and width.
         q_scale: one fp32 element; needed for an fp8 query, which is concat / q_scale.
         k_scale: one fp32 element; needed for layout "fp8", whose row is concat / k_scale.
+        scale_rule: of the tile scales of layout "fp8_ds_mla", ignored elsewhere. "ue8m0": the smallest power of two >=
+            max(amax / fp8_max, 1e-4) (FlashMLA, vLLM from 0.32 on); "fp32": max(amax / fp8_max, FLT_MIN) (vLLM 0.26).
         q_out: [tokens, >= heads, 576], allocated if None; the first `heads` heads are written, strides free.
         q_dtype: the activation dtype or fp8_dtype; that of q_out, else of q_nope, if None.
         fp8_dtype: float8_e4m3fn, or float8_e4m3fnuz (gfx942); the format of every fp8 tensor of the call.
@@ -82,7 +85,8 @@ def fused_qk_rope_concat_and_cache_mla(
     Returns:
         q_out.
 
-    Numerics: fp32 inside, no fma; x * (1 / scale), clamped, nearest even. Every provider gives the oracle's bytes.
+    Numerics: fp32 inside, no fma; x * (1 / scale), in a tile x / scale, clamped, nearest even. Every provider gives the
+        oracle's bytes.
     Invariants: row i of q_out depends on token i alone and is computed whatever its slot is; a negative slot,
         one beyond the cache, and a token past the end of slot_mapping write no cache byte.
     Errors: TypeError for a dtype, ValueError for a shape, stride, device, scale or name, before anything is
@@ -104,6 +108,7 @@ def fused_qk_rope_concat_and_cache_mla(
         rope_style=rope_style,
         kv_layout=kv_layout,
         k_scale=k_scale,
+        scale_rule=scale_rule,
         fp8_dtype=fp8_dtype,
         rounding=rounding,
     )

@@ -127,7 +127,7 @@ def latent_q(n: Named, rope_alone: bool = False) -> LatentQ:
 
 
 def latent_kv(n: Named, norm: bool = False) -> LatentKv:
-    """kv_c, k_pe, kv_cache, slot_mapping and k_scale; with `norm`, kv_norm_weight and kv_norm_eps too."""
+    """kv_c, k_pe, kv_cache, slot_mapping, k_scale and scale_rule; with `norm`, kv_norm_weight and kv_norm_eps too."""
     kv_c = n.tensor("kv_c", tokens=None, latent=LATENT_DIM)
     tokens = kv_c.shape[0]
     one = {"one": 1} if expect_tensor("k_pe", n["k_pe"]).dim() == 3 else {}
@@ -141,6 +141,9 @@ def latent_kv(n: Named, norm: bool = False) -> LatentKv:
     expect_cache("kv_cache", kv_cache, MLA_LAYOUTS[layout], activation)
     expect_fp8_dtype(n["fp8_dtype"], {"kv_cache": kv_cache.dtype})
     n["k_scale"] = _scale(n, "k_scale", "the fp8 layout" if layout == "fp8" else None)
+    rule = n.member("scale_rule", ScaleRule)
+    if layout != "fp8_ds_mla":  # no tiles: the name is checked and ignored, as a scale that nothing needs
+        rule = n["scale_rule"] = ScaleRule.UE8M0.value
     if norm:
         expect_dtype("kv_norm_weight", n.tensor("kv_norm_weight", latent=LATENT_DIM), FLOAT_DTYPES)
         n.epsilon("kv_norm_eps")
@@ -148,7 +151,7 @@ def latent_kv(n: Named, norm: bool = False) -> LatentKv:
             if n[name] is not None:
                 expect_output(name, n[name], None, tokens=tokens, width=width)
                 expect_dtype(name, n[name], (activation,))
-    return LatentKv(layout, kv_cache.shape[1], n.member("rope_style", RopeStyle), norm)
+    return LatentKv(layout, kv_cache.shape[1], n.member("rope_style", RopeStyle), norm, rule)
 
 
 def index_q(n: Named) -> IndexQ:

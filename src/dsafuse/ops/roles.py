@@ -74,6 +74,7 @@ def latent_kv(
     rope_style: str,
     kv_layout: str,
     k_scale: torch.Tensor | None,
+    scale_rule: str,
     fp8_dtype: torch.dtype,
     rounding: str,
     norm: tuple[torch.Tensor, float] | None = None,
@@ -91,7 +92,7 @@ def latent_kv(
         kv_c_out.copy_(kv_c)
     if k_pe_out is not None:
         k_pe_out.copy_(rotated)
-    rows = store_latent(kv_c, rotated, kv_layout, k_scale, FP8_FORMATS[fp8_dtype], activation)
+    rows = store_latent(kv_c, rotated, kv_layout, k_scale, scale_rule, FP8_FORMATS[fp8_dtype], activation)
     write_rows(kv_cache, MLA_LAYOUTS[kv_layout], slot_mapping, rows, activation)
 
 
@@ -113,6 +114,7 @@ def store_latent(
     rotated: torch.Tensor,
     kv_layout: str,
     k_scale: torch.Tensor | None,
+    scale_rule: str,
     fmt: Fp8Format,
     activation: torch.dtype,
 ) -> dict[str, torch.Tensor]:
@@ -127,7 +129,7 @@ def store_latent(
             "rope": numerics.to_fp8(rotated * inverse, fmt),
         }
     tiles = kv_c.float().unflatten(-1, (-1, LATENT_TILE))
-    scale = numerics.tile_scale(numerics.amax(tiles), fmt)
+    scale = numerics.tile_scale(numerics.amax(tiles), fmt, ScaleRule(scale_rule))
     return {
         "latent": numerics.to_fp8(tiles / scale, fmt).flatten(-2),
         "scale": scale.flatten(-2),

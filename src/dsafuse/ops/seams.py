@@ -105,6 +105,7 @@ def prepare_qk(
     kv_layout: str = "auto",
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
+    scale_rule: str = "ue8m0",
     q_out: torch.Tensor | None = None,
     q_dtype: torch.dtype | None = None,
     index_weights_scale: float | None = None,
@@ -124,7 +125,7 @@ def prepare_qk(
 
     Args:
         q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, rope_style, kv_layout, q_scale,
-            k_scale, q_out, q_dtype: as in `fused_qk_rope_concat_and_cache_mla`.
+            k_scale, scale_rule, q_out, q_dtype: as in `fused_qk_rope_concat_and_cache_mla`.
         index_q, index_weights, index_k, index_kv_cache, index_slot_mapping, index_norm_weight, index_norm_bias,
             index_cos_sin_cache, index_weights_scale, index_eps, index_rope_style, index_kv_layout,
             index_scale_rule, index_q_out, index_weights_out: as in `indexer_qk_rope_quant_and_cache`, which
@@ -177,6 +178,7 @@ def prepare_qk(
         kv_layout=kv_layout,
         q_scale=q_scale,
         k_scale=k_scale,
+        scale_rule=scale_rule,
         q_out=q_out,
         fp8_dtype=fp8_dtype,
         rounding=rounding,
@@ -237,6 +239,7 @@ def prepare_latents(
     rope_style: str = "interleaved",
     kv_layout: str = "auto",
     k_scale: torch.Tensor | None = None,
+    scale_rule: str = "ue8m0",
     index_kv_layout: str = "flat",
     index_scale_rule: str = "ue8m0",
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -250,7 +253,7 @@ def prepare_latents(
     Args:
         q_c: [tokens, q_lora_rank] bf16 | fp16 | fp32; row stride free; not normed yet.
         kv_c: [tokens, 512] same dtype; row stride free; not normed yet.
-        k_pe, positions, cos_sin_cache, kv_cache, slot_mapping, rope_style, kv_layout, k_scale: as in
+        k_pe, positions, cos_sin_cache, kv_cache, slot_mapping, rope_style, kv_layout, k_scale, scale_rule: as in
             `fused_qk_rope_concat_and_cache_mla`.
         q_norm_weight: [q_lora_rank], kv_norm_weight: [512], any float dtype; RMSNorm weights.
         q_norm_eps, kv_norm_eps: added to the mean square.
@@ -307,6 +310,7 @@ def prepare_latents(
         rope_style=rope_style,
         kv_layout=kv_layout,
         k_scale=k_scale,
+        scale_rule=scale_rule,
         fp8_dtype=fp8_dtype,
         rounding=rounding,
         norm=(kv_norm_weight, kv_norm_eps),

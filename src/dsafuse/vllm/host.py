@@ -217,6 +217,11 @@ QUERY_SYMBOLS: Mapping[str, Mapping[str, Symbol]] = {
     "0.32": {"CPU_MLA": _reads("cpu_mla", "CPUMLAImpl", "eb14aa75d4dfccc3")},
 }
 
+# How vLLM's writers of an fp8_ds_mla cache scale a tile, by minor version: dsafuse writes what it stands in for. 0.26:
+# concat_and_cache_ds_mla in C++, and `fused_norm_rope`, whose amax * (1 / 448) is at most a last place off; later
+# `fused_norm_rope`, which is a power of two.
+TILE_SCALE_RULES: Mapping[str, str] = {"0.26": "fp32", "0.32": "ue8m0", "0.33": "ue8m0"}
+
 # FlashMLA's sparse backend, where its kernels want 64 or 128 query heads and it pads with a copy. Given a query of the
 # padded width, and told that it has so many heads, it copies nothing: that is read from these bodies. On a difference
 # the query is written unpadded and the backend pads as always.
@@ -314,6 +319,11 @@ def query_difference(backend: str) -> str | None:
         return None
     symbol = QUERY_SYMBOLS.get(minor(version()), {}).get(backend)
     return f"it was not read in vLLM {minor(version())}" if symbol is None else symbol.difference()
+
+
+def tile_scale_rule() -> str:
+    """scale_rule of the installed vLLM, which must be one of those tested."""
+    return TILE_SCALE_RULES[minor(version())]
 
 
 def taken(key: str, holder: Any) -> str:

@@ -104,6 +104,7 @@ def _latents(
         "rope_style": call.rope_style,
         "kv_layout": call.kv_layout,
         "k_scale": layer._k_scale,
+        "scale_rule": call.scale_rule,
         "fp8_dtype": call.fp8_dtype,
     }
 

@@ -13,7 +13,7 @@ from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_an
 from dsafuse.dispatch import PROVIDERS, Decision
 from dsafuse.ops.config import Config, indexer_config, mla_config
 from dsafuse.target import Target
-from dsafuse.vllm import gates, logger
+from dsafuse.vllm import gates, host, logger
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class MlaCall:
 
     query_heads: the width of the query, at least the layer's heads; more where the attention kernel wants padding.
     query_form: how the backend takes the query, one of the values of `gates.QUERY_FORMS`.
+    scale_rule: of the tiles of fp8_ds_mla, as the installed vLLM writes them; other layouts have none.
     """
 
     kv_layout: str
@@ -51,6 +52,7 @@ class MlaCall:
     query_heads: int
     query_form: str
     fp8_dtype: torch.dtype
+    scale_rule: str
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None, Config
         query_heads=gates.query_heads(attention, wrapper.num_heads),
         query_form=gates.QUERY_FORMS[attention.attn_backend.get_name()],
         fp8_dtype=fp8,
+        scale_rule=host.tile_scale_rule(),
     )
     shape = mla_config(
         heads=wrapper.num_heads,
@@ -213,6 +216,7 @@ def _plan_mla(wrapper: Any, config: Any) -> tuple[OpPlan, MlaCall | None, Config
         fp8=fp8,
         block_size=config.cache_config.block_size,
         rope_style=call.rope_style,
+        scale_rule=call.scale_rule,
         rounding="split",
     )
     target = Target.of(gates.device())

@@ -30,14 +30,18 @@ class Functions:
     Args:
         norm_rope, q: vLLM's.
         fp8_dtype: the fp8 format of this platform.
+        scale_rule: of the tiles of fp8_ds_mla, as vLLM's own writes them.
 
     `latents` and `queries` hold the kinds of call that plans have decided about, and whether ours serve them.
     """
 
-    def __init__(self, norm_rope: Callable[..., Any], q: Callable[..., Any], fp8_dtype: torch.dtype) -> None:
+    def __init__(
+        self, norm_rope: Callable[..., Any], q: Callable[..., Any], fp8_dtype: torch.dtype, scale_rule: str = "ue8m0"
+    ) -> None:
         self.own_norm_rope = norm_rope
         self.own_q = q
         self.fp8_dtype = fp8_dtype
+        self.scale_rule = scale_rule
         self.latents: dict[Kind, bool] = {}
         self.queries: dict[Kind, bool] = {}
 
@@ -123,6 +127,7 @@ class Functions:
             k_pe_out=options.get("k_pe_out"),
             kv_layout=LAYOUTS.get(word, "plain"),
             k_scale=options["mla_k_scale"],
+            scale_rule=self.scale_rule,
             fp8_dtype=self.fp8_dtype,
             rounding="fp32",
             **index,

@@ -24,7 +24,7 @@ def install(path: Path) -> list[str]:
         holder = getattr(module, name)
         if holder is not getattr(kernels, name):
             return [host.taken(f"{path.module}.{name}", holder)]
-    functions = Functions(kernels.fused_norm_rope, kernels.fused_q, gates.fp8_dtype())
+    functions = Functions(kernels.fused_norm_rope, kernels.fused_q, gates.fp8_dtype(), host.tile_scale_rule())
     for name in NAMES:
         setattr(module, name, getattr(functions, name))
     layer = getattr(module, path.layer)

@@ -13,7 +13,7 @@ from dsafuse import prepare_latents, prepare_queries, switches
 from dsafuse.ops.config import Config, IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.registry import Op
 from dsafuse.target import Target
-from dsafuse.vllm import gates
+from dsafuse.vllm import gates, host
 from dsafuse.vllm.model_path.functions import Functions, Kind
 from dsafuse.vllm.model_path.symbols import Path
 from dsafuse.vllm.plan import OpPlan, decided, keep, refused
@@ -125,7 +125,7 @@ class _Facts:
         """The configuration of each kind of call before q_b."""
         block_size = self.config.cache_config.block_size
         norm_q = NormQ(self.layer.q_lora_rank)
-        latent_kv = LatentKv(self.layout, block_size, "interleaved", norm=True)
+        latent_kv = LatentKv(self.layout, block_size, "interleaved", norm=True, scale_rule=host.tile_scale_rule())
         # Which layout an indexer's cache has is known when it is there: the call says it.
         index_k = IndexK("flat", block_size, self._index_style, "ue8m0")
         return {
