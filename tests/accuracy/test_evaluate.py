@@ -213,11 +213,11 @@ def test_recorded_runs_are_shown_in_one_table_and_nothing_else_is(settings: Sett
         (None, [], "MODEL_DIR: got none, expected a folder with a model, or --read FILE"),
         (None, ["--read", "{path}"], "expected a file"),
         ("{}", ["--read", "{path}"], "no run of our tasks or of the oracle"),
-        ('{"ok": true, "cells": [{}], "model": "m"}', ["--read", "{path}"], "'kv_cache_dtype'"),
+        ('{"ok": true, "cells": [{}], "model": "m"}', ["--read", "{path}"], "cells[0].kv_cache_dtype is missing"),
         ("{", ["--read", "{path}"], "Expecting property name"),
         ("{}", ["models", "--read", "{path}"], "MODEL_DIR: got models, and --read shows recorded runs"),
         ("{}", ["{model}", "--oracle-in", "{path}"], "was not written by --oracle-out"),
-        ('{"served_for": "oracle"}', ["{model}", "--oracle-in", "{path}"], "'cells'"),
+        ('{"served_for": "oracle"}', ["{model}", "--oracle-in", "{path}"], "device is missing"),
     ],
 )
 def test_a_record_that_is_none_is_refused_in_one_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +118,78 @@ def test_the_bound_in_16_bit_is_twice_what_transformers_loses() -> None:
     exact, rounded = [[(-1.0, 1), (-1.0, 1), (-1.0, 1)]], [[(-1.1, 1), (-1.3, 1), (-9.0, 1)]]
     bound = oracle.bound_of(exact, rounded, covered=2, dtype="bfloat16")
     assert (bound.largest, bound.mean) == pytest.approx((0.6, 0.4))
+
+
+SCORES = [[[-1.0, 5], [-0.5, 6]]]
+SERVED = {
+    **{"served_for": "oracle", "model": "m", "index_topk": 512, "device": "cpu", "dtype": "float32", "contexts": [2]},
+    **{"prompts": [[5, 6]], "environment": {}},
+    "cells": [{"kv_cache_dtype": "auto", "arms": {"un-fused": {"tokens": [[7]], "logprobs": SCORES}}}],
+}
+SERVED["cells"][0]["arms"]["fused"] = {"tokens": [[8]], "logprobs": SCORES}
+
+
+def served(tmp_path: Path, way: str = "", value: Any = None) -> oracle.Served:
+    """The document read back, with what lies at `way` changed; KeyError as a value: taken away."""
+    document = json.loads(json.dumps(SERVED))
+    if way:
+        inside: Any = document
+        *path, last = (int(word) if word.isdigit() else word for word in way.split("/"))
+        for word in path:
+            inside = inside[word]
+        if value is KeyError:
+            del inside[last]
+        else:
+            inside[last] = value
+    (tmp_path / "served.json").write_text(json.dumps(document))
+    return oracle.Served.read(tmp_path / "served.json")
+
+
+def test_what_was_served_reads_back(tmp_path: Path) -> None:
+    found = served(tmp_path)
+    assert json.loads(json.dumps(found.document())) == SERVED
+    found.check(512, 9)
+    for index_topk, vocabulary, words in ((1, 9, "index_topk: got 512"), (512, 8, "got token 8, expected less than")):
+        with pytest.raises(ValueError, match=words):
+            found.check(index_topk, vocabulary)
+
+
+FUSED = "cells/0/arms/fused"
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (FUSED, KeyError),
+        ("cells/0/arms/banana", SERVED["cells"][0]["arms"]["fused"]),
+        ("cells", []),
+        ("cells", SERVED["cells"] * 2),
+        ("cells/0/kv_cache_dtype", 5),
+        *((name, 5) for name in ("served_for", "model", "device", "dtype", "environment", "contexts", "prompts")),
+        *(("index_topk", value) for value in ("a", -3, 0)),
+        ("dtype", "nn"),
+        *(("prompts", value) for value in ([], [[]], [[5, -1]], [["a", "b"]], [[5.0, 6]], [[5]], [[5, 6], [5, 6]])),
+        *((f"{FUSED}/tokens", value) for value in ([], [[]], [[7, 8]], [5], [[True]])),
+        *((f"{FUSED}/logprobs", value) for value in ([], [[]], [[[-1.0, 5]]], [[[-1.0], [-0.5]]], [[["a", 1]] * 2])),
+        *((f"{FUSED}/logprobs/0/0/0", value) for value in (None, float("nan"), float("-inf"))),
+    ],
+)
+def test_what_no_two_arms_can_have_said_is_refused(tmp_path: Path, way: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"got|missing|was not written"):
+        served(tmp_path, way, value)
+
+
+def test_the_bound_in_16_bit_fails_an_arm_that_rotates_otherwise(tmp_path: Path) -> None:
+    """Arms whose weights are the same, one with another base of its rotary frequencies: rounding does not hide it."""
+    arms = {}
+    for name, theta in (("right", 10000.0), ("wrong", 100.0)):
+        rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        folder = write(tmp_path / name, "deepseek-v3.2", **rope)
+        tokens = [5 + 7 * at % 53 for at in range(96)]
+        arms[name] = oracle.Said([tokens[-4:]], reference.scores(folder, [tokens], torch.bfloat16, "plain", "cpu"))
+    served = oracle.Served("m", 64, "cpu", "bfloat16", (92,), [tokens[:-4]], {Cell("auto"): arms}, {})
+    right, wrong = oracle.compare(served, tmp_path / "right", "cpu")
+    assert (right.ok, wrong.ok) == (True, False)
+    assert right.covered.mean == pytest.approx(right.bound.mean / 2)
+    assert wrong.covered.mean > wrong.bound.mean
+    assert wrong.covered.largest > wrong.bound.largest

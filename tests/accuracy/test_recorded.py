@@ -16,6 +16,14 @@ from benchmarks import sabotage
 
 from dsafuse.accuracy import report
 
+MODELS = ("dsa-glm-small", "dsa-v32-small")
+COMPARED = {("float32", "plain"), ("float32", "fp8"), ("bfloat16", "plain")}
+"""(dtype, cache layout) that transformers must have been asked about, of each model."""
+
+SPEAKS = {"float32": 0.05, "bfloat16": 2.0}, {"float32": 3e-3, "bfloat16": 0.2}
+"""Largest distance and mean that a bound may allow. It is measured in 16 bit, and one near what a fault costs (k_pe not
+rotated: 31, mean 5.7) would say nothing."""
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 KINDS = ("eval", "oracle", "sabotage")
@@ -56,6 +64,15 @@ def test_a_recorded_comparison_is_within_the_bounds_in_both_arms(path: Path) -> 
         assert each["covered"]["largest"] <= each["bound"]["largest"]
         assert each["covered"]["mean"] <= each["bound"]["mean"]
         assert each["beyond"]["positions"] > 500
+        assert each["dtype"] == record["dtype"]
+        assert each["bound"]["largest"] <= SPEAKS[0][record["dtype"]]
+        assert each["bound"]["mean"] <= SPEAKS[1][record["dtype"]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_dtype_and_cache_was_compared(model: str) -> None:
+    records = [record for record in map(load, RECORDED["oracle"]) if record["model"] == model]
+    assert {(record["dtype"], each["layout"]) for record in records for each in record["oracle"]} >= COMPARED
 
 
 @pytest.mark.parametrize("path", RECORDED["sabotage"], ids=lambda path: path.stem)
@@ -122,3 +139,48 @@ def test_a_summary_has_a_row_for_every_arm_that_transformers_was_asked_about() -
     )
     both = report.summary([run, {"model": "n", "cells": [CELL]}])
     assert [block.splitlines()[2].split(" | ")[0] for block in both.split("\n\n")] == ["| n", "| m"]
+
+
+def odd(way: str, value: Any) -> Any:
+    """A change of a document: what lies at way becomes value."""
+
+    def change(document: Any) -> None:
+        *path, last = (int(word) if word.isdigit() else word for word in way.split("."))
+        for word in path:
+            document = document[word]
+        document[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize("path", [*RECORDED["eval"], *RECORDED["oracle"]], ids=lambda path: path.stem)
+def test_every_recorded_run_reads_back(path: Path) -> None:
+    assert report.read(path) == load(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(("eval", odd("ok", value)) for value in (None, "false", 1, False)),
+        ("eval", odd("cells.0.problems", ["answers differ"])),
+        ("eval", odd("problems", ["an arm ended"])),
+        *(("eval", odd("cells.0.p", value)) for value in (-3, 1.5, float("nan"), True)),
+        *(("eval", odd("cells.0.fused.accuracy", value)) for value in (17.0, 0.5)),
+        *(("eval", odd("cells.0.fused.right", value)) for value in (-1, 1e3, 999, 10**6)),
+        *(("eval", odd("cells.0.unfused.count", value)) for value in (0, "many", 1000.0)),
+        *(("eval", odd("cells.0.lost", value)) for value in (-1, 1, 0.0)),
+        ("eval", odd("cells.0.difference", float("nan"))),
+        ("eval", odd("cells.0.parts.0.p", 2)),
+        *(("oracle", odd("oracle.0.ok", value)) for value in (None, False)),
+        *(("oracle", odd(f"oracle.0.covered.{name}", value)) for name, value in (("largest", 9.0), ("positions", 0))),
+        *(("oracle", odd("oracle.0.beyond.moved", value)) for value in (-5, 10**6, 1.5)),
+        ("oracle", odd("oracle", 5)),
+        ("oracle", odd("cells", None)),
+    ],
+)
+def test_what_no_run_can_have_written_is_refused(tmp_path: Path, kind: str, change: Any) -> None:
+    document = load(RECORDED[kind][0])
+    change(document)
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="got"):
+        report.read(tmp_path / "run.json")

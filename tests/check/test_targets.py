@@ -117,6 +117,16 @@ def test_every_cell_of_the_range_counts(tmp_path):
         ({"at_most": -2.0}, "got at_most=-2"),
         ({**ARGUED, "held_to": float("nan")}, "got held_to=nan"),
         ({**ARGUED, "held_to": float("inf")}, "got held_to=inf"),
+        ({"at_most": 10**400}, "target 1: got at_most=1000"),
+        ({"metric": "speedup_over_parts"}, r"target 1: got parts=\(\)"),
+        ({"metric": "speedup_over_parts", "parts": [QK]}, "got parts=.*, expected names of ops"),
+        ({"parts": [MLA]}, "got parts=.*, expected none with median_us"),
+        ({"tokens": [512, 1]}, r"target 1: got tokens=\(512, 1\), expected a first of 1 or more"),
+        ({"tokens": [0, 1]}, r"got tokens=\(0, 1\)"),
+        ({"heads": "banana"}, "target 1: got heads='banana', expected a pair as 128/64"),
+        ({"metric": "speedup", "over": "fused"}, "target 1: got over='fused', expected one of split"),
+        ({"over": "split"}, "target 1: got over='split', expected none with median_us"),
+        ({**ARGUED, "argued": ""}, "target 1: got argued='', expected page.md#heading"),
     ],
 )
 def test_a_target_that_can_mean_nothing_is_refused(tmp_path, change, words):

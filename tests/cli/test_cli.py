@@ -140,11 +140,21 @@ def floors(*kernels, slack="1.05"):
         ("codegen", "--check", floors(f"{{ {KERNEL}, {FLOORS}, registres = 1 }}"), "got registres"),
         ("codegen", "--check", floors(f'{{ {KERNEL}, {FLOORS}, registers = "1" }}'), "got registers='1'"),
         ("codegen", "--check", floors(*[f"{{ {KERNEL}, {FLOORS} }}"] * 2), "kernel 2: is there twice"),
-        ("bench", "--check", "target = 5", "not iterable"),
-        ("bench", "--check", f'[[target]]\nop = "prepare_qk"\ntokens = 3\n{TARGET}', "len()"),
+        ("bench", "--check", "target = 5", "got no [[target]]"),
+        ("bench", "--check", "target = [5]", "target 1: got 5, expected a table"),
+        ("bench", "--check", f'[[target]]\nop = "prepare_qk"\ntokens = 3\n{TARGET}', "got tokens=3"),
         ("bench", "--check", f'[[target]]\nop = "prepare_qk"\ntokens = ["a", "b"]\n{TARGET}', "got tokens=('a', 'b')"),
         ("bench", "--read", "[" * 99999, "recursion"),
         ("bench", "--read", "[]", "no recorded run"),
+        *(
+            (command, "--read", text, words)
+            for command in ("bench", "eval", "serve-bench")
+            for text, words in (
+                ("1" + "0" * 400, "an integer of 401 digits, expected one of 64 bits"),
+                (str(10**30), "an integer of 31 digits"),
+                ('"\\ud800"', r"got '\ud800' in a text"),
+            )
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path, command, option, text, words):
@@ -540,7 +550,18 @@ class TestBench:
 
     @pytest.mark.parametrize(
         ("field", "value", "words"),
-        [("op", 5, "got op=5"), ("eager_us", "x", "got eager_us='x'"), ("median_us", 0.0, "0 or less")],
+        [
+            ("op", 5, "got op=5"),
+            ("eager_us", "x", "got eager_us='x'"),
+            ("median_us", 0.0, "rows[0].median_us: got 0.0"),
+            ("host_us", -1.0, "rows[0].host_us: got -1.0, expected more than 0"),
+            ("p90_us", float("inf"), "rows[0].p90_us: got inf"),
+            ("mul_us", float("nan"), "rows[0].mul_us: got nan"),
+            ("tokens", 0, "rows[0].tokens: got 0"),
+            ("l2", "hot", "rows[0].l2: got 'hot', expected one of cold, warm"),
+            ("form", "x", "rows[0].form: got 'x'"),
+            ("heads", "banana", "rows[0].heads: got 'banana'"),
+        ],
     )
     def test_a_recorded_row_that_cannot_be_is_refused(self, recorded, field, value, words):
         document = json.loads(recorded.read_text())

@@ -138,7 +138,7 @@ def complaint(document: Any, path: Path) -> str:
     return ""
 
 
-ODD: tuple[Any, ...] = (None, True, -1, 1.5, float("nan"), "", "odd", [], [1], {}, {"a": None})
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, "\ud800", 1.5, float("nan"), "", "odd", [], [1], {}, {"a": None})
 
 
 def test_a_field_of_another_type_or_none_at_all_is_refused_or_does_no_harm(tmp_path: Path) -> None:

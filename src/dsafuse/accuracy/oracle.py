@@ -15,7 +15,7 @@ an fp8 cache is about the fp8 cache's wiring, and not about what fp8 costs.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,11 +24,16 @@ from typing import Any
 import torch
 
 from dsafuse.accuracy.evaluate import MODES, Cell, Settings, arm_of, log_folder, questions, serve_arms
+from dsafuse.accuracy.report import within
+from dsafuse.check.document import entry, load, natural
 from dsafuse.check.environment import environment, version_of
 from dsafuse.vllm.arms import ArmResult, Report
 
 PINNED = "5.19"
 """Of transformers: the minor version whose indexers were checked by hand. Before it, MLA's cache held other tensors."""
+
+DEVICES, DTYPES = ("cpu", "cuda"), ("float32", "bfloat16", "float16")
+"""What an arm may have been served on, and in."""
 
 NEW_TOKENS = 8
 Scores = list[list[tuple[float, int]]]
@@ -100,16 +105,79 @@ class Served:
 
     @staticmethod
     def read(path: Path) -> Served:
-        """Such a document. Raises ValueError, LookupError or TypeError for another file."""
-        found = json.loads(path.read_text())
+        """Such a document, of both arms in every cell. Raises ValueError for another file."""
+        found = load(path)
         if not isinstance(found, dict) or found.get("served_for") != "oracle":
             raise ValueError(f"{path}: was not written by --oracle-out")
-        cells = {
-            Cell(each["kv_cache_dtype"]): {name: Said(**said) for name, said in each["arms"].items()}
-            for each in found["cells"]
-        }
-        names = ("model", "index_topk", "device", "dtype", "contexts", "prompts", "environment")
-        return Served(**{**{name: found[name] for name in names}, "contexts": tuple(found["contexts"]), "cells": cells})
+        for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+            if entry(found, name, str) not in allowed:
+                raise ValueError(f"{path}: got {name}={found[name]!r:.60}, expected one of {', '.join(allowed)}")
+        contexts, prompts = entry(found, "contexts", list), _sequences(found, "prompts", "")
+        if not prompts or not all(prompts):
+            raise ValueError(f"{path}: prompts: got none, or one without a token")
+        cells: dict[Cell, dict[str, Said]] = {}
+        for number, each in enumerate(entry(found, "cells", list)):
+            where = f"cells[{number}]"
+            cell, arms = Cell(entry(each, "kv_cache_dtype", str, where)), entry(each, "arms", dict, where)
+            if cell in cells or set(arms) != set(MODES):
+                raise ValueError(
+                    f"{path}: {where}: got {cell}, {', '.join(arms)}, expected each once, {', '.join(MODES)}"
+                )
+            cells[cell] = {name: _said(arms, name, f"{where}.arms", prompts) for name in MODES}
+        if not cells:
+            raise ValueError(f"{path}: cells: got none")
+        return Served(
+            entry(found, "model", str),
+            natural(found, "index_topk", "", 1),
+            found["device"],
+            found["dtype"],
+            tuple(natural({"contexts": each}, "contexts", "", 1) for each in contexts),
+            prompts,
+            cells,
+            entry(found, "environment", dict),
+        )
+
+    def check(self, index_topk: int, vocabulary: int) -> None:
+        """Raise ValueError where it can't be of a model that attends to so many tokens and knows so many."""
+        if self.index_topk != index_topk:
+            raise ValueError(f"index_topk: got {self.index_topk}, expected the model's {index_topk}")
+        said = [each for arms in self.cells.values() for arm in arms.values() for each in arm.tokens]
+        largest = max(token for tokens in (*self.prompts, *said) for token in tokens)
+        if largest >= vocabulary:
+            raise ValueError(f"got token {largest}, expected less than the model's {vocabulary}")
+
+
+def _sequences(data: Any, name: str, where: str) -> list[list[int]]:
+    """data[name], lists of tokens."""
+    found: list[list[int]] = entry(data, name, list, where)
+    for each in found:
+        if not isinstance(each, list) or not all(type(token) is int and token >= 0 for token in each):
+            place = f"{where}.{name}" if where else name
+            raise ValueError(f"{place}: got {each!r:.60}, expected a list of tokens")
+    return found
+
+
+def _said(arms: Any, name: str, where: str, prompts: list[list[int]]) -> Said:
+    """One arm: as many lists of tokens as there are prompts, and a score of every token but the first."""
+    arm, where = entry(arms, name, dict, where), f"{where}.{name}"
+    tokens, scores = _sequences(arm, "tokens", where), entry(arm, "logprobs", list, where)
+    for what, lists in (("tokens", tokens), ("logprobs", scores)):
+        if len(lists) != len(prompts):
+            raise ValueError(f"{where}.{what}: got {len(lists)} lists, expected {len(prompts)}, one for every prompt")
+    for n, (prompt, after, each) in enumerate(zip(prompts, tokens, scores)):
+        expected = len(prompt) + len(after) - 1
+        if not after or not isinstance(each, list) or len(each) != expected or not all(map(_is_score, each)):
+            raise ValueError(
+                f"{where}.logprobs[{n}]: got {each!r:.60}, expected {expected} pairs of log-probability and token"
+            )
+    return Said(tokens, [[(score[0], score[1]) for score in each] for each in scores])
+
+
+def _is_score(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    logprob, token = pair
+    return type(logprob) in (int, float) and math.isfinite(logprob) and type(token) is int and token >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +218,8 @@ class Agreement:
     @property
     def ok(self) -> bool:
         """Whether the covered positions are within the bounds, and there were any."""
-        covered = self.covered
-        return covered.positions > 0 and covered.largest <= self.bound.largest and covered.mean <= self.bound.mean
+        near, bound = self.covered, self.bound
+        return within(near.positions, (near.largest, near.mean), (bound.largest, bound.mean))
 
     def record(self) -> dict[str, Any]:
         """As JSON has it."""

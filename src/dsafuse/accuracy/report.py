@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from dsafuse.accuracy.paired import Accuracy, Paired
+from dsafuse.check.document import NONE, entry, load, natural, number, words
 
 Record = dict[str, Any]
 Table = tuple[str, Sequence[str], list[list[str]]]
@@ -103,11 +106,94 @@ _AGREEMENT = (
 
 def read(path: Path) -> Record:
     """A recorded run: of our tasks, of the oracle, or both. Raises ValueError for a file that is none."""
-    record = json.loads(path.read_text())
+    record = load(path)
     if not isinstance(record, dict) or "ok" not in record or not (record.get("cells") or record.get("oracle")):
         raise ValueError(f"{path}: no run of our tasks or of the oracle, as `dsafuse eval --out` records it")
-    summary([record])  # what is not as it should be in a cell shows here
+    entry(record, "model", str)
+    cells = [_answered(cell, f"cells[{n}]") for n, cell in enumerate(entry({"cells": [], **record}, "cells", list))]
+    compared = [_asked(each, f"oracle[{n}]") for n, each in enumerate(entry({"oracle": [], **record}, "oracle", list))]
+    for name in ("device", "dtype"):
+        entry(record, name, str)
+    ok = all((not words(record, "problems"), *cells, *compared))
+    if entry(record, "ok", bool) != ok:
+        raise ValueError(f"{path}: got ok={record['ok']}, and what it sums up says {ok}")
     return record
+
+
+def _answered(cell: Any, where: str) -> bool:
+    """Whether a cell of our tasks is as it should be. Raises ValueError for what no run can have written."""
+    entry(cell, "kv_cache_dtype", str, where)
+    natural(cell, "draft_tokens", where)
+    _hold_paired(cell, where)
+    lengths = entry(cell, "acceptance_length", (dict, NONE), where)
+    for arm in lengths or ():
+        number(lengths, arm, f"{where}.acceptance_length")
+    for n, part in enumerate(entry(cell, "parts", list, where)):
+        entry(part, "task", str, f"{where}.parts[{n}]")
+        natural(part, "context", f"{where}.parts[{n}]", 1)
+        _hold_paired(part, f"{where}.parts[{n}]")
+    return not words(cell, "problems", where)
+
+
+def _hold_paired(pair: Any, where: str) -> None:
+    """Counts that can be, and the fractions that follow from them."""
+    arms = []
+    for name in ("unfused", "fused"):
+        place = f"{where}.{name}"
+        arm = entry(pair, name, dict, where)
+        arms.append(Accuracy(natural(arm, "right", place), natural(arm, "count", place, 1)))
+        if arms[-1].right > arms[-1].count:
+            raise ValueError(f"{place}.right: got {arms[-1].right}, expected at most {arms[-1].count}")
+        _follows(arm, "accuracy", arms[-1].value, place)
+        _follows(arm, "standard_error", arms[-1].standard_error, place)
+    lost, gained, differing = (natural(pair, name, where) for name in ("lost", "gained", "differing"))
+    before, after = arms
+    if before.count != after.count or after.right - before.right != gained - lost or differing > before.count:
+        raise ValueError(
+            f"{where}: got lost={lost}, gained={gained}, differing={differing}, which can't be of arms with "
+            f"{before.right} of {before.count} and {after.right} of {after.count} right"
+        )
+    if lost > before.right or gained > before.count - before.right:
+        raise ValueError(
+            f"{where}: got lost={lost} and gained={gained}, expected no more than there were to lose or gain"
+        )
+    both = Paired(before, after, lost, gained, differing)
+    _follows(pair, "difference", both.difference, where)
+    _follows(pair, "difference_standard_error", both.standard_error, where)
+    if number(pair, "p", where) > 1:
+        raise ValueError(f"{where}.p: got {pair['p']}, expected a number from 0 to 1")
+
+
+def _follows(data: Any, name: str, value: float, where: str) -> None:
+    """Hold a number to what others make of it."""
+    found = entry(data, name, (int, float), where)
+    if not math.isclose(found, value, rel_tol=1e-9, abs_tol=1e-12):
+        raise ValueError(f"{where}.{name}: got {found}, expected {value}, as the counts make it")
+
+
+def _asked(each: Any, where: str) -> bool:
+    """Whether an arm agreed with the oracle. Raises ValueError for what no run can have written."""
+    for name in ("kv_cache_dtype", "arm", "layout"):
+        entry(each, name, str, where)
+    for name in ("bound", "covered", "beyond"):
+        place, values = f"{where}.{name}", entry(each, name, dict, where)
+        for key in ("largest", "mean"):
+            number(values, key, place)
+        for key in ("positions", "moved", "other_choices") if name != "bound" else ():
+            if natural(values, key, place) > values["positions"]:
+                raise ValueError(f"{place}.{key}: got {values[key]}, expected at most {values['positions']}")
+    entry(each["bound"], "why", str, f"{where}.bound")
+    near, ok = each["covered"], entry(each, "ok", bool, where)
+    if ok != within(
+        near["positions"], (near["largest"], near["mean"]), (each["bound"]["largest"], each["bound"]["mean"])
+    ):
+        raise ValueError(f"{where}.ok: got {ok}, and its distances and bounds say {not ok}")
+    return bool(ok)
+
+
+def within(positions: int, apart: tuple[float, float], bound: tuple[float, float]) -> bool:
+    """Whether (largest, mean) are within their bounds, and there was anything to compare."""
+    return positions > 0 and apart[0] <= bound[0] and apart[1] <= bound[1]
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsafuse.check.document import load
 from dsafuse.check.environment import environment, of_commit
 
 WRAPPER = "wrapper"
@@ -153,7 +154,7 @@ class Run:
     def read(path: Path) -> Run:
         """Read what write() wrote. Raises ValueError for a file that is no such run."""
         try:
-            data = json.loads(path.read_text())
+            data = load(path)
             rows = tuple(Row(**row) for row in data.pop("rows"))
             unproven = tuple(Unproven(**entry) for entry in data.pop("unproven"))
             return Run(**data, rows=rows, unproven=unproven)

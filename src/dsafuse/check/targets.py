@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +20,12 @@ its eager time, over the row's. Against `parts`: the sum of their medians over t
 
 NEAR = 0.02
 """How near to a bound, on either side, a value is too near to tell by one capture."""
+
+HEAD_PAIR = re.compile("[1-9][0-9]*/[1-9][0-9]*")
+"""Attention heads/indexer heads, as a row and a target have them."""
+
+PAGE = re.compile(r"[^#\s]+\.md#[^#\s]+")
+"""A heading of the docs, as `argued` names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +103,16 @@ def read_targets(path: Path) -> list[Target]:
         entries = tomllib.loads(path.read_text()).get("target", [])
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not entries:
+    if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: got no [[target]], expected at least one")
     return [_target(path, number, entry) for number, entry in enumerate(entries, 1)]
 
 
-def _target(path: Path, number: int, entry: dict[str, object]) -> Target:
+def _target(path: Path, number: int, entry: object) -> Target:
     known = {f.name for f in fields(Target)}
     where = f"{path}, target {number}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: got {entry!r:.60}, expected a table")
     if unknown := sorted(set(entry) - known):
         raise ValueError(f"{where}: got {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
@@ -117,23 +126,41 @@ def _target(path: Path, number: int, entry: dict[str, object]) -> Target:
             raise ValueError(f"{where}: got {key}={getattr(target, key)!r}, expected one of {', '.join(allowed)}")
     if target.op not in FORMS[target.form][0]:
         raise ValueError(f"{where}: got form={target.form!r}, expected one that {target.op} has")
+    if not isinstance(target.heads, str) or not HEAD_PAIR.fullmatch(target.heads):
+        raise ValueError(f"{where}: got heads={target.heads!r:.60}, expected a pair as 128/64")
     for key in ("at_most", "at_least", "held_to"):
         bound = getattr(target, key)
-        if isinstance(bound, (int, float)) and not (math.isfinite(bound) and bound > 0):
-            raise ValueError(f"{where}: got {key}={bound}, expected a positive number")
+        if bound is not None and not (type(bound) in (int, float) and 0 < bound <= sys.float_info.max):
+            raise ValueError(f"{where}: got {key}={bound!r:.60}, expected a positive number")
     if (target.at_most is None) == (target.at_least is None):
         raise ValueError(f"{where}: expected one of at_most and at_least")
     if (target.held_to is None) != (target.argued is None):
         raise ValueError(f"{where}: expected held_to and argued together")
     if target.held_to is not None and target.state(target.held_to) == "holds":
         raise ValueError(f"{where}: got held_to={target.held_to:g}, expected what misses {target.bound}")
-    if len(target.tokens) != 2:
-        raise ValueError(f"{where}: got tokens={target.tokens}, expected the first and the last")
-    if target.metric in ("speedup", "eager_speedup") and target.over not in arm_names():
-        raise ValueError(f"{where}: got over={target.over!r}, expected one of {', '.join(arm_names())}")
-    if target.metric == "speedup_over_parts" and not set(target.parts) <= set(OPS):
-        raise ValueError(f"{where}: got parts={target.parts}, expected names of ops")
+    if target.argued is not None and not (isinstance(target.argued, str) and PAGE.fullmatch(target.argued)):
+        raise ValueError(f"{where}: got argued={target.argued!r:.60}, expected page.md#heading")
+    counts = target.tokens
+    if not isinstance(counts, tuple) or len(counts) != 2 or not all(type(count) is int for count in counts):
+        raise ValueError(f"{where}: got tokens={counts!r:.60}, expected the first and the last")
+    if not 1 <= counts[0] <= counts[1]:
+        raise ValueError(f"{where}: got tokens={counts!r:.60}, expected a first of 1 or more, and a last not below it")
+    _held_against(target, where)
     return target
+
+
+def _held_against(target: Target, where: str) -> None:
+    """Refuse a speedup over nothing or over itself, and what a metric is given that it does not look at."""
+    takes = {"over": target.metric in ("speedup", "eager_speedup"), "parts": target.metric == "speedup_over_parts"}
+    for key, taken in takes.items():
+        if getattr(target, key) and not taken:
+            raise ValueError(f"{where}: got {key}={getattr(target, key)!r:.60}, expected none with {target.metric}")
+    others = [name for name in arm_names() if name != target.arm]
+    if takes["over"] and target.over not in others:
+        raise ValueError(f"{where}: got over={target.over!r:.60}, expected one of {', '.join(others)}")
+    parts = [op for op in OPS if op != target.op]
+    if takes["parts"] and not (target.parts and all(part in parts for part in target.parts)):
+        raise ValueError(f"{where}: got parts={target.parts!r:.60}, expected names of ops, some of {', '.join(parts)}")
 
 
 def check(run: Run, targets: Sequence[Target]) -> list[Finding]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -30,8 +31,8 @@ from dsafuse.check.bench import (
     label,
 )
 from dsafuse.check.cases import Case
-from dsafuse.check.records import Run, named, origin
-from dsafuse.check.targets import NEAR, Target, cells_near, not_measured, read_targets
+from dsafuse.check.records import Row, Run, Unproven, named, origin
+from dsafuse.check.targets import HEAD_PAIR, NEAR, Target, cells_near, not_measured, read_targets
 from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
 from dsafuse.cli import files, output
@@ -226,13 +227,31 @@ def _read_run(path: Path) -> Run:
     """A recorded run, its ops in the order in which they are shown, whatever it was when they were timed."""
     run = Run.read(path)
     files.check_types(path, run, *run.rows, *run.unproven)
-    if not all(value > 0 for value in (run.copy_gb_per_s, *(row.median_us for row in run.rows))):
-        raise ValueError(f"{path}: got a time or a bandwidth of 0 or less")
+    rows, unproven = ([(f"{name}[{n}]", each) for n, each in enumerate(getattr(run, name))] for name in CELLS)
+    for where, record in (("run", run), *rows, *unproven):
+        _hold(f"{path}: {where}", record)
     return replace(
         run,
         rows=tuple(sorted(run.rows, key=lambda row: op_order(row.op))),
         unproven=tuple(sorted(run.unproven, key=lambda entry: op_order(entry.op))),
     )
+
+
+CELLS = ("rows", "unproven")
+CHOICES = {"form": tuple(FORMS), "l2": L2_STATES}
+
+
+def _hold(where: str, record: Run | Row | Unproven) -> None:
+    """Refuse what no run measures: a time or count of 0 or less, an unknown form, L2 state or pair of heads."""
+    for f in fields(record):
+        key, value = f.name, getattr(record, f.name)
+        least = "0 or more" if key == "unreached" else "more than 0"
+        if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and key == "unreached")):
+            raise ValueError(f"{where}.{key}: got {value}, expected {least}")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"{where}.{key}: got {value!r}, expected one of {', '.join(CHOICES[key])}")
+        if key == "heads" and not HEAD_PAIR.fullmatch(value):
+            raise ValueError(f"{where}.heads: got {value!r}, expected a pair as 128/64")
 
 
 def _head_pairs(text: str) -> list[tuple[int, int]]:

@@ -117,6 +117,11 @@ def evaluate(
         served = files.read("--oracle-in", oracle_in, other.Served.read)
         if served.model != checkpoint.name:
             output.refuse(f"--oracle-in: {oracle_in}: is of {served.model}, and MODEL_DIR is {checkpoint.name}")
+        files.read(
+            "--oracle-in", oracle_in, lambda _: served.check(checkpoint.index_topk, checkpoint.config["vocab_size"])
+        )
+        for cell in served.cells:
+            one_of(f"--oracle-in: {oracle_in}: kv_cache_dtype", cell.kv_cache_dtype, KV_CACHE_DTYPES)
         try:
             agreements = other.compare(served, model, "cpu")
         except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ def read(option: str, path: Path, reader: Callable[[Path], T]) -> T:
     try:
         with refusing(f"{option}: {path}"):
             return reader(path)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         text = str(error) or type(error).__name__
         refuse(f"{option}: {text}" if text.startswith(f"{path}") else f"{option}: {path}: {text}")
 

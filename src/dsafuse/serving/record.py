@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsafuse.check.document import NONE, Kinds, entry, load, natural, number, words
 from dsafuse.serving.grid import ARMS, OFF, ON, Cell, Turn
 
 FORMAT = 1
@@ -104,25 +105,21 @@ class Record:
     def read(path: Path) -> Record:
         """Read what write() wrote. Raises ValueError, which names the place, for a file that is none of these."""
         try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: no JSON: {error}") from None
-        try:
-            if (found := _field(data, "format", int)) != FORMAT:
+            data = load(path)
+            if (found := entry(data, "format", int)) != FORMAT:
                 raise ValueError(f"format: got {found}, expected {FORMAT}")
             return Record(
-                _fields(_field(data, "conditions", dict), "conditions", CONDITIONS),
-                _fields(_field(data, "environment", dict), "environment", ENVIRONMENT),
-                [_start(start, f"starts[{n}]") for n, start in enumerate(_field(data, "starts", list))],
-                [_result(result, f"results[{n}]") for n, result in enumerate(_field(data, "results", list))],
-                _field(data, "ended", str),
+                _fields(entry(data, "conditions", dict), "conditions", CONDITIONS),
+                _fields(entry(data, "environment", dict), "environment", ENVIRONMENT),
+                [_start(start, f"starts[{n}]") for n, start in enumerate(entry(data, "starts", list))],
+                [_result(result, f"results[{n}]") for n, result in enumerate(entry(data, "results", list))],
+                entry(data, "ended", str),
             )
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from None
         except ValueError as error:
             raise ValueError(f"{path}: no measurement of this version: {error}") from None
 
-
-Kinds = type | tuple[type, ...]
-NONE = type(None)
 
 CONDITIONS: Mapping[str, Kinds] = {
     "model": str, "heads": int, "layers": int, "kv_cache_dtype": str, "load_format": str, "prompts_per_slot": int,
@@ -134,51 +131,15 @@ ENVIRONMENT: Mapping[str, Kinds] = {
 """What a record can't be shown without, and of which type it is; there may be more."""
 
 
-def _field(data: Any, name: str, kinds: Kinds, where: str = "") -> Any:
-    """data[name], held to its type."""
-    place = f"{where}.{name}" if where else name
-    if not isinstance(data, dict):
-        raise ValueError(f"{where or 'the file'}: got {data!r:.60}, expected an object")
-    if name not in data:
-        raise ValueError(f"{place} is missing")
-    value = data[name]
-    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        names = " or ".join("null" if kind is NONE else kind.__name__ for kind in allowed)
-        raise ValueError(f"{place}: got {value!r:.60}, expected {names}")
-    return value
-
-
 def _fields(data: Any, where: str, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
     """The object, its fields held to their types."""
     for name, kind in kinds.items():
-        _field(data, name, kind, where)
+        entry(data, name, kind, where)
     return dict(data)
 
 
-def _words(data: Any, name: str, where: str) -> list[str]:
-    found: list[str] = _field(data, name, list, where)
-    if not all(isinstance(word, str) for word in found):
-        raise ValueError(f"{where}.{name}: got {found!r:.60}, expected a list of str")
-    return found
-
-
-def _number(data: Any, name: str, where: str) -> float:
-    found: float = _field(data, name, (int, float), where)
-    if not 0 <= found < math.inf:
-        raise ValueError(f"{where}.{name}: got {found}, expected a number of 0 or more")
-    return found
-
-
-def _natural(data: Any, name: str, where: str, least: int = 0) -> int:
-    found: int = _field(data, name, int, where)
-    if found < least:
-        raise ValueError(f"{where}.{name}: got {found}, expected {least} or more")
-    return found
-
-
 def _arm(data: Any, where: str) -> str:
-    found: str = _field(data, "arm", str, where)
+    found: str = entry(data, "arm", str, where)
     if found not in ARMS:
         raise ValueError(f"{where}.arm: got {found!r}, expected one of {', '.join(ARMS)}")
     return found
@@ -187,36 +148,36 @@ def _arm(data: Any, where: str) -> str:
 def _start(data: Any, where: str) -> Start:
     return Start(
         _arm(data, where),
-        _words(data, "command", where),
-        _field(data, "mode", str, where),
-        _field(data, "gpus", (str, NONE), where),
-        _number(data, "seconds", where),
-        _words(data, "plans", where),
+        words(data, "command", where),
+        entry(data, "mode", str, where),
+        entry(data, "gpus", (str, NONE), where),
+        number(data, "seconds", where),
+        words(data, "plans", where),
     )
 
 
 def _result(data: Any, where: str) -> Result:
-    turn = _field(data, "turn", dict, where)
-    cell, at = _field(turn, "cell", dict, f"{where}.turn"), f"{where}.turn.cell"
-    metrics, server = _field(data, "metrics", dict, where), _field(data, "server", dict, where)
+    turn = entry(data, "turn", dict, where)
+    cell, at = entry(turn, "cell", dict, f"{where}.turn"), f"{where}.turn.cell"
+    metrics, server = entry(data, "metrics", dict, where), entry(data, "server", dict, where)
     for metric in METRICS:
-        _number(metrics, metric.key, f"{where}.metrics")
-    lengths = (_natural(cell, name, at, 1) for name in ("isl", "osl", "concurrency"))
+        number(metrics, metric.key, f"{where}.metrics")
+    lengths = (natural(cell, name, at, 1) for name in ("isl", "osl", "concurrency"))
     for name in REQUESTS:
-        times = _field(metrics, name, list, f"{where}.metrics")
+        times = entry(metrics, name, list, f"{where}.metrics")
         if not times or not all(type(time) in (int, float) and 0 <= time < math.inf for time in times):
             raise ValueError(f"{where}.metrics.{name}: got {times!r:.60}, expected a list of seconds")
     return Result(
         Turn(
             Cell(*lengths),
-            _natural(turn, "repeat", f"{where}.turn"),
+            natural(turn, "repeat", f"{where}.turn"),
             _arm(turn, f"{where}.turn"),
         ),
-        _natural(data, "start", where),
-        _number(data, "seconds", where),
+        natural(data, "start", where),
+        number(data, "seconds", where),
         metrics,
-        {name: _number(server, name, f"{where}.server") for name in server},
-        _words(data, "compiled", where),
+        {name: number(server, name, f"{where}.server") for name in server},
+        words(data, "compiled", where),
     )
 
 

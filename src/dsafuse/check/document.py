@@ -1,0 +1,69 @@
+"""JSON that came from a file: no more than we can print and calculate with, and each field of its type."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+Kinds = type | tuple[type, ...]
+NONE = type(None)
+LARGEST = 2**63 - 1
+"""Of integers: JSON sets no bound, but what calculates and draws does."""
+
+
+def load(path: Path) -> Any:
+    """A JSON document. Raises ValueError for other text, an integer beyond 64 bits, and half a surrogate pair."""
+    document = json.loads(path.read_text(), parse_int=_integer)
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"got {error.object[error.start]!a} in a text, which is no character") from None
+    return document
+
+
+def _integer(digits: str) -> int:
+    # Twenty are more than 64 bits hold, and int() itself takes no more than some thousands.
+    if len(digits) > 20 or abs(int(digits)) > LARGEST:
+        raise ValueError(f"got an integer of {len(digits.lstrip('-'))} digits, expected one of 64 bits")
+    return int(digits)
+
+
+def entry(data: Any, name: str, kinds: Kinds, where: str = "") -> Any:
+    """data[name], held to its type."""
+    place = f"{where}.{name}" if where else name
+    if not isinstance(data, dict):
+        raise ValueError(f"{where or 'the file'}: got {data!r:.60}, expected an object")
+    if name not in data:
+        raise ValueError(f"{place} is missing")
+    value = data[name]
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        names = " or ".join("null" if kind is NONE else kind.__name__ for kind in allowed)
+        raise ValueError(f"{place}: got {value!r:.60}, expected {names}")
+    return value
+
+
+def words(data: Any, name: str, where: str = "") -> list[str]:
+    """data[name], a list of texts."""
+    found: list[str] = entry(data, name, list, where)
+    if not all(isinstance(word, str) for word in found):
+        raise ValueError(f"{where}.{name}: got {found!r:.60}, expected a list of str".lstrip("."))
+    return found
+
+
+def number(data: Any, name: str, where: str) -> float:
+    """data[name], a number of 0 or more."""
+    found: float = entry(data, name, (int, float), where)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{where}.{name}: got {found}, expected a number of 0 or more")
+    return found
+
+
+def natural(data: Any, name: str, where: str, least: int = 0) -> int:
+    """data[name], an integer of `least` or more."""
+    found: int = entry(data, name, int, where)
+    if found < least:
+        raise ValueError(f"{where}.{name}: got {found}, expected {least} or more".lstrip("."))
+    return found
