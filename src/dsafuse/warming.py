@@ -122,8 +122,7 @@ def warm_up(
     if not isinstance(where, Target):
         raise TypeError(f"target: got {type(where).__name__}, expected a name or a Target")
     for argument, value in (("tp", tp), ("block_size", block_size)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{argument}: got {type(value).__name__}, expected an int")
+        _expect_int(argument, value)
     provider = PROVIDERS["triton"].load()
     if not where.gpu:
         raise ValueError(f"target: got {where.arch!r}, expected a GPU: nothing is compiled for a CPU")
@@ -218,11 +217,15 @@ def _shape(model: str | ModelShape) -> ModelShape:
         if field.name.endswith("rope_style"):
             expect_member(name, value, RopeStyle)
         elif field.name != "name":
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+            _expect_int(name, value)
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
     return model
+
+
+def _expect_int(argument: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{argument}: got {type(value).__name__}, expected an int")
 
 
 def _expect(argument: str, given: Iterable[str], choices: Iterable[str]) -> list[str]:

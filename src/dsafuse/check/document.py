@@ -1,9 +1,11 @@
-"""JSON that came from a file: no more than we can print and calculate with, and each field of its type."""
+"""Records and tables of targets in files: written whole, and read with each field of its type."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,32 @@ def load(path: Path) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError(f"got {error.object[error.start]!a} in a text, which is no character") from None
     return document
+
+
+def dump(path: Path, document: Any) -> None:
+    """Write JSON, in one step where it can be: who is cut off meanwhile leaves the file before."""
+    path = Path(os.path.realpath(path))
+    text = json.dumps(document, indent=1) + "\n"
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+        path.write_text(text)
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def targets(path: Path) -> list[tuple[str, Any]]:
+    """The [[target]] entries of a TOML file, each with the words for its place. ValueError where there is none."""
+    try:
+        entries = tomllib.loads(path.read_text()).get("target", [])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: got no [[target]], expected at least one")
+    return [(f"{path}, target {number}", entry) for number, entry in enumerate(entries, 1)]
 
 
 def _integer(digits: str) -> int:

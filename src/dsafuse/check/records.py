@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsafuse.check.document import load
+from dsafuse.check.document import dump, load
 from dsafuse.check.environment import environment, of_commit
 
 WRAPPER = "wrapper"
@@ -136,19 +135,9 @@ class Run:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """Write the run's JSON file, in one step where it can be: who is cut off meanwhile leaves the one before."""
-        path = Path(os.path.realpath(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.record(), indent=1) + "\n"
-        if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-            path.write_text(text)
-            return
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(text)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        """Write the run's JSON file."""
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        dump(path, self.record())
 
     @staticmethod
     def read(path: Path) -> Run:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from dsafuse.check import document
 from dsafuse.check.arms import arm_names
 from dsafuse.check.bench import FORMS, L2_STATES
 from dsafuse.check.records import WRAPPER, Row, Run, named
@@ -99,18 +99,11 @@ class Finding:
 
 def read_targets(path: Path) -> list[Target]:
     """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
-    try:
-        entries = tomllib.loads(path.read_text()).get("target", [])
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: got no [[target]], expected at least one")
-    return [_target(path, number, entry) for number, entry in enumerate(entries, 1)]
+    return [_target(entry, where) for where, entry in document.targets(path)]
 
 
-def _target(path: Path, number: int, entry: object) -> Target:
+def _target(entry: object, where: str) -> Target:
     known = {f.name for f in fields(Target)}
-    where = f"{path}, target {number}"
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: got {entry!r:.60}, expected a table")
     if unknown := sorted(set(entry) - known):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -37,6 +34,7 @@ from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import Ops, counts, natural, one_of, op_names, op_order
+from dsafuse.cli.stopping import interrupted_by_sigterm
 
 MAX_TOKENS = 65536
 MAX_HEADS = 256
@@ -149,7 +147,7 @@ def _timed(
                 bar.advance(task)
             keep(f"{named(op, form)} {heads}{again}: T = {', '.join(counts)}")
 
-    with output.progress() as bar, _interrupted_by_sigterm():
+    with output.progress() as bar, interrupted_by_sigterm():
         task = bar.add_task("bench", total=len(cases))
         try:
             keep(f"arms loaded: {', '.join(dict.fromkeys(arm.name for some in arms.values() for arm in some))}")
@@ -161,16 +159,6 @@ def _timed(
         except KeyboardInterrupt:
             keep("interrupted")
     return run_so_far()
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """What a time limit sends interrupts as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[str]) -> bool:

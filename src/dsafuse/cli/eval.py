@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -14,6 +11,7 @@ from rich.console import Console
 
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, one_of, words
+from dsafuse.cli.stopping import interrupted_by_sigterm
 
 if TYPE_CHECKING:
     from dsafuse.accuracy.evaluate import Cell, Settings
@@ -140,7 +138,7 @@ def evaluate(
             serve=serve_arguments,
             seconds=time_limit,
         )
-        with _heard():
+        with interrupted_by_sigterm():
             record = _through_lm_eval(request)
     else:
         settings = evaluation.settings_for(checkpoint, cells, quick=quick)
@@ -161,22 +159,12 @@ def evaluate(
             evaluation.questions(replace(settings, problems=1))
         except ValueError as error:
             output.refuse(f"--context: {error}")
-        with _heard():
+        with interrupted_by_sigterm():
             if oracle_out is not None:
                 _serve_for_oracle(settings, oracle_out, commit)
             record = _ours(settings, oracle)
     record["environment"] = of_commit(record["environment"], commit)
     _finish(record, out, markdown, json)
-
-
-@contextmanager
-def _heard() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: the arms end before we do."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _cells(model: Model, words: list[str], mtp: str, draft_tokens: int) -> tuple[Cell, ...]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsafuse.check.document import NONE, Kinds, entry, load, natural, number, words
+from dsafuse.check.document import NONE, Kinds, dump, entry, load, natural, number, words
 from dsafuse.serving.grid import ARMS, OFF, ON, Cell, Turn
 
 FORMAT = 1
@@ -97,9 +96,7 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the file, so that at no time there is half a file."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self.document(), indent=1) + "\n")
-        os.replace(part, path)
+        dump(path, self.document())
 
     @staticmethod
     def read(path: Path) -> Record:

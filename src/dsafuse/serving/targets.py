@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from dsafuse.check import document
 from dsafuse.serving.record import BY_KEY, Record, compare
 
 AXES = ("heads", "kv_cache_dtype", "isl", "concurrency")
@@ -68,13 +68,7 @@ class Finding:
 
 def read_targets(path: Path) -> list[Target]:
     """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
-    try:
-        entries = tomllib.loads(path.read_text()).get("target", [])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: got no [[target]], expected at least one")
-    return [_target(entry, f"{path}, target {number}") for number, entry in enumerate(entries, 1)]
+    return [_target(entry, where) for where, entry in document.targets(path)]
 
 
 def _target(entry: Any, where: str) -> Target:
