@@ -78,8 +78,8 @@ def test_kernels_are_told_by_the_target_alone(name: str) -> None:
     target = Target.named(name)
     fp8 = next(iter(target.fp8))
     _, config = EVERY_OP["mla"].resolve(**mla_call(1, 1, query=fp8, fp8=fp8))
-    (_, plan), *_ = plans.plans_of(target, config)
-    assert parameters.constants_of(config, target, plan)["SIGNED_NAN"] is target.signed_nan
+    constants = parameters.constants_of(config, target, plans.plan_of(target, config))
+    assert constants["SIGNED_NAN"] is target.signed_nan
 
 
 @pytest.mark.parametrize("signed_nan", [False, True])

@@ -10,11 +10,10 @@ import torch
 
 from dsafuse import warm_up
 from dsafuse.kernels import ahead
-from dsafuse.kernels.plans import PLANS, plan_for
 from dsafuse.models import MODELS, ModelShape
 from dsafuse.registry import OPS
 from dsafuse.target import Target
-from dsafuse.warming import Compiled, planned_tokens
+from dsafuse.warming import Compiled
 
 MLA, INDEXER = "fused_qk_rope_concat_and_cache_mla", "indexer_qk_rope_quant_and_cache"
 
@@ -104,18 +103,6 @@ def test_a_query_that_is_its_rotary_part_alone_has_a_kernel_of_its_own(
     assert done.left_out == ()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 300, 8192])
-@pytest.mark.parametrize("arch", ["cpu", "sm_90", "gfx942"])
-def test_token_counts_meet_every_plan(monkeypatch: pytest.MonkeyPatch, arch: str, most: int) -> None:
-    """Whatever a batch's token count, a launch for one of the counts takes its plan."""
-    target = Target.named(arch)
-    monkeypatch.setattr(Target, "of", lambda _: target)
-    counts = planned_tokens(torch.device("cpu"), most)
-    assert counts[-1] == max(counts) == most
-    for plans in PLANS[target.vendor].values():
-        assert {plan_for(plans, count) for count in counts} == {plan_for(plans, n) for n in range(1, most + 1)}
-
-
 def test_what_can_not_be_compiled_is_left_out_and_says_why(asked: list[tuple[Any, ...]]) -> None:
     done = warm_up("glm-5.2", "sm_80", ops=[INDEXER, MLA])
     assert {each.config.latent_kv.layout for each in done.compiled} == {"plain"}
@@ -123,6 +110,17 @@ def test_what_can_not_be_compiled_is_left_out_and_says_why(asked: list[tuple[Any
     done = warm_up("glm-5.2", "gfx950", ops=[INDEXER], index_kv_layouts=["tiled16"], block_size=8)
     assert done.compiled == ()
     assert "expected a block_size that is a multiple of 16" in done.left_out[0]
+
+
+@pytest.mark.parametrize("block_size", [2**25, 2**26, 2**31 - 1])
+def test_a_block_is_refused_for_its_own_size_alone(block_size: int, asked: list[tuple[Any, ...]]) -> None:
+    """How many there are is no matter of warm_up's."""
+    done = warm_up("glm-5.2", "sm_90", block_size=block_size)
+    assert {each.config.latent_kv.layout for each in done.compiled if each.op == MLA} == {"plain", "fp8", "fp8_ds_mla"}
+    most = (2**31 - 1) // 132
+    reason = f"kv_cache (flat): got block_size {block_size}, expected at most {most}"
+    assert f"{INDEXER}: {reason}" in done.left_out
+    assert all(reason in why for why in done.left_out)
 
 
 def test_dtypes_are_those_of_the_engine(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

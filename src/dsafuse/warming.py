@@ -199,13 +199,6 @@ def _rotary_part_alone(op: Op[..., Any], call: dict[str, Any], query: str) -> li
     return [call | {"q_nope": None}] if optional and query == "activation" else []
 
 
-def planned_tokens(device: torch.device, most: int) -> list[int]:
-    """Token counts, the last of them `most`, that together meet every launch plan of a GPU for up to so many tokens."""
-    by_vendor: Any = importlib.import_module("dsafuse.kernels.plans").PLANS
-    plans = by_vendor[Target.of(device).vendor].values()
-    return sorted({most, *(limit for plan in plans for limit, _ in plan if limit < most)})
-
-
 def _shape(model: str | ModelShape) -> ModelShape:
     if isinstance(model, str):
         _expect("model", [model], MODELS)
@@ -279,6 +272,7 @@ def meta_call(
             at += width
         return found
 
+    blocks = min(_BLOCKS, MAX_SLOTS // block_size)
     tokens, nope, indexes = _TOKENS, shape.qk_nope_head_dim, shape.index_heads
     row = MLA_LAYOUTS[kv_layout].row_bytes()
     cache = QUERY_DIM if kv_layout == "plain" else row
@@ -289,7 +283,7 @@ def meta_call(
         "q_nope": empty("q_nope", heads, tokens, LATENT_DIM).transpose(0, 1),
         "q_pe": empty("q_pe", tokens, heads, ROPE_DIM + nope)[..., nope:],
         **sliced([("q_c", shape.q_lora_rank), ("kv_c", LATENT_DIM), ("k_pe", ROPE_DIM)]),
-        "kv_cache": empty("kv_cache", _BLOCKS, block_size, cache),
+        "kv_cache": empty("kv_cache", blocks, block_size, cache),
         "slot_mapping": empty("slot_mapping", tokens),
         "positions": empty("positions", tokens),
         "cos_sin_cache": empty("cos_sin_cache", _MAX_POSITION, ROPE_DIM),
@@ -311,9 +305,7 @@ def meta_call(
         values |= {
             "index_q": empty("index_q", tokens, indexes, INDEX_DIM),
             **sliced([("index_k", INDEX_DIM), ("index_weights", indexes)]),
-            "index_kv_cache": empty(
-                "index_kv_cache", _BLOCKS, block_size, INDEXER_LAYOUTS[index_kv_layout].row_bytes()
-            ),
+            "index_kv_cache": empty("index_kv_cache", blocks, block_size, INDEXER_LAYOUTS[index_kv_layout].row_bytes()),
             "index_slot_mapping": empty("index_slot_mapping", tokens),
             "index_norm_weight": empty("index_norm_weight", INDEX_DIM),
             "index_norm_bias": empty("index_norm_bias", INDEX_DIM),

@@ -169,18 +169,14 @@ HEAD_BLOCKS = {"mla": 2, "indexer": 2, "qk": 4, "latents": 0, "queries": 4}
 """Programs of a token's heads, 17 of each family: two blocks for each query role."""
 
 KEY_ROWS = {"mla": (4,), "indexer": (4,), "qk": (4, 4), "latents": (4, 4, 2), "queries": ()}
-"""Tokens of a program of each other role, beyond two tokens: indexer keys, latent rows, q_c rows."""
+"""Tokens of a program of each other role: indexer keys, latent rows, q_c rows. Four tokens' programs are a group."""
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_an_op_is_one_launch(op: str, tokens: int, counted: Counted) -> None:
     run(op, "interpreter", call_of(op, tokens, 17))
-    if tokens <= 2:  # role after role; keys of the indexer by four, the other rows alone
-        keys = {"mla": tokens, "indexer": 1, "qk": 1 + tokens, "latents": 1 + 2 * tokens, "queries": 0}[op]
-        grid = keys + tokens * HEAD_BLOCKS[op]
-    else:
-        grid = -(-tokens // 4) * (sum(4 // rows for rows in KEY_ROWS[op]) + 4 * HEAD_BLOCKS[op])
+    grid = -(-tokens // 4) * (sum(4 // rows for rows in KEY_ROWS[op]) + 4 * HEAD_BLOCKS[op])
     assert counted.grids == [(grid,)]
 
 

@@ -34,7 +34,7 @@ class Kernel:
         meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in CALLS[op]().items()}
         with assumed(self.target):
             arguments, config = EVERY_OP[op].resolve(**meta)
-        self.recorded = offline.fused_launches(EVERY_OP[op].name, arguments, config, self.target)[0]
+        self.recorded = offline.fused_launch(EVERY_OP[op].name, arguments, config, self.target)
         made = offline.compiled(self.recorded, self.target)
         self.run_with: list[tuple[Any, ...]] = []
         self.compiled = SimpleNamespace(

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from dsafuse.kernels import ahead, grids, launch, plans
+from dsafuse.kernels import ahead, grids, launch
 from dsafuse.models import MODELS
 from dsafuse.target import Target, assumed
 from dsafuse.warming import meta_call, warm_up
@@ -87,44 +87,33 @@ def restrided(call: Call, columns: int) -> Call:
     }
 
 
-def plans_of(op: str) -> dict[plans.LaunchPlan, list[int]]:
-    """The plans of an op's call, each with token counts that it serves; 1 and multiples of 16 are what Triton would
-    specialise on."""
-    _, config = EVERY_OP[op].resolve(**CALLS[op](3))
-    by_tokens = plans.plans_of(SM_90, config)
-    counts: dict[plans.LaunchPlan, list[int]] = {plan: [] for _, plan in by_tokens}
-    for tokens in (1, 2, 3, 15, 16, 17, 64, 200, *(most + 1 for most, _ in by_tokens[:-1])):
-        counts[plans.plan_for(by_tokens, tokens)].append(tokens)
-    return counts
+COUNTS = (1, 2, 3, 15, 16, 17, 64, 200, 513, 1025)
+"""Of tokens; 1 and multiples of 16 are what Triton would specialise on."""
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
-def test_a_plan_is_compiled_once_for_aligned_rows_and_once_for_others(op: str, jit: Jit) -> None:
-    before = 0
-    for tokens in plans_of(op).values():
-        for count in tokens:
-            jit.launch(op, restrided(CALLS[op](count), 8))
-            assert jit.compiled == before + 1, count
-        for columns in (16, 120, 2048):
-            jit.launch(op, restrided(CALLS[op](tokens[0]), columns))
-            assert jit.compiled == before + 1, columns
-        for count, columns in zip(tokens, (1, 3, 7)):
-            jit.launch(op, restrided(CALLS[op](count), columns))
-            assert jit.compiled == before + 2, (count, columns)
-        before = jit.compiled
+def test_a_kernel_is_compiled_once_for_aligned_rows_and_once_for_others(op: str, jit: Jit) -> None:
+    for tokens in COUNTS:
+        jit.launch(op, restrided(CALLS[op](tokens), 8))
+        assert jit.compiled == 1, tokens
+    for columns in (16, 120, 2048):
+        jit.launch(op, restrided(CALLS[op](COUNTS[0]), columns))
+        assert jit.compiled == 1, columns
+    for tokens, columns in zip(COUNTS, (1, 3, 7)):
+        jit.launch(op, restrided(CALLS[op](tokens), columns))
+        assert jit.compiled == 2, (tokens, columns)
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
-def test_a_configuration_has_two_variants_a_plan_times_two_for_each_cache(op: str, jit: Jit) -> None:
+def test_a_configuration_has_two_variants_times_two_for_each_cache(op: str, jit: Jit) -> None:
     """Rows that are aligned or not; and the same of a cache, which an engine does not move, so that it meets two."""
-    plans_, caches = plans_of(op), [name for name in CALLS[op](3) if name.endswith("kv_cache")]
-    for tokens in plans_.values():
-        for count, columns in ((tokens[0], 8), (tokens[0], 1), (tokens[-1], 8), (tokens[-1], 3)):
-            call = restrided(CALLS[op](count), columns)
-            for shifts in itertools.product((0, 4, 8), repeat=len(caches)):
-                moved = {name: shifted(call[name], shift) for name, shift in zip(caches, shifts)}
-                jit.launch(op, call | moved)
-    assert jit.compiled == len(plans_) * 2 ** (1 + len(caches))
+    caches = [name for name in CALLS[op](3) if name.endswith("kv_cache")]
+    for tokens, columns in ((1, 8), (1, 1), (1025, 8), (1025, 3)):
+        call = restrided(CALLS[op](tokens), columns)
+        for shifts in itertools.product((0, 4, 8), repeat=len(caches)):
+            moved = {name: shifted(call[name], shift) for name, shift in zip(caches, shifts)}
+            jit.launch(op, call | moved)
+    assert jit.compiled == 2 ** (1 + len(caches))
 
 
 def shifted(cache: torch.Tensor, count: int) -> torch.Tensor:
@@ -133,11 +122,6 @@ def shifted(cache: torch.Tensor, count: int) -> torch.Tensor:
     memory = torch.zeros(block_bytes + 32, dtype=torch.uint8)
     start = -memory.data_ptr() % 16 + count
     return memory[start : start + block_bytes].view(cache.dtype).view(1, *cache.shape[1:])
-
-
-def test_the_number_of_tokens_compiles_something_for_one_op_alone() -> None:
-    """prepare_latents has two plans, for a target that neither reaches by itself (`PLANS`)."""
-    assert {op: len(plans_of(op)) for op in EVERY_OP} == {"mla": 1, "indexer": 1, "qk": 1, "latents": 2, "queries": 1}
 
 
 @pytest.mark.parametrize("op", EVERY_OP)
@@ -172,7 +156,7 @@ def test_what_was_compiled_ahead_is_what_a_launch_looks_for(op: str, jit: Jit) -
     for alignment in ahead.ALIGNMENTS:
         ahead.compile_call(name, arguments, config, SM_90, alignment, here=False)
     on_disk = list(jit.asked)
-    assert len(set(on_disk)) == len(plans.plans_of(SM_90, config)) * len(ahead.ALIGNMENTS)
+    assert len(set(on_disk)) == len(ahead.ALIGNMENTS)
     jit.asked.clear()
     launch.launch(name, arguments, config, jit)  # type: ignore[arg-type]
     assert jit.asked
@@ -186,10 +170,10 @@ def test_warming_up_on_the_gpu_itself_leaves_nothing_to_compile(jit: Jit, monkey
     done = warm_up("glm-5.2", "sm_90", tp=8, ops=["fused_qk_rope_concat_and_cache_mla"], kv_layouts=["fp8"])
     assert done.loaded
     assert len(done.compiled) == 4  # query in bf16 and in fp8
-    assert jit.compiled == len(loaded) == 4 * len(plans_of("mla"))
+    assert jit.compiled == len(loaded) == 4
     heads = MODELS["glm-5.2"].local_heads(8)
     for query in (None, FN):
-        for tokens in (counts[0] for counts in plans_of("mla").values()):
+        for tokens in (1, 1025):
             call = mla_call(tokens, heads, layout="fp8", query=query, block_size=64)
             call |= {name: call[name].long() for name in ("slot_mapping", "positions")}
             call["kv_cache"] = call["kv_cache"].view(torch.uint8)

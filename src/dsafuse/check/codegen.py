@@ -38,6 +38,7 @@ class Variant:
 
     name: str
     layout: str = "fp8"
+    scale_rule: str = "ue8m0"
     query_fp8: bool = True
     index_layout: str = "flat"
     indexer: bool = True
@@ -52,6 +53,7 @@ VARIANTS = {
         Variant("fp8"),
         Variant("plain", layout="plain", query_fp8=False),
         Variant("fp8_ds_mla", layout="fp8_ds_mla", query_fp8=False),
+        Variant("fp8_ds_mla fp32", layout="fp8_ds_mla", scale_rule="fp32", query_fp8=False),
         Variant("bf16 query", query_fp8=False),
         Variant("tiled16", index_layout="tiled16", vendors=("amd",)),
         Variant("no indexer", indexer=False),
@@ -152,7 +154,7 @@ def reports(wanted: Sequence[Kernel]) -> Iterator[tuple[Kernel, list[Report]]]:
             split = PROVIDERS["split"].load()
             launches = offline.chain_launches(lambda steps: split.run(op.name, arguments, config, steps), target)  # noqa: B023
         else:
-            launches = offline.fused_launches(op.name, arguments, config, target)
+            launches = [offline.fused_launch(op.name, arguments, config, target)]
         yield (
             kernel,
             [
@@ -177,6 +179,7 @@ def arguments_of(op: Op[..., Any], variant: Variant, heads: tuple[int, int], tar
         heads[0],
         target,
         kv_layout=variant.layout,
+        scale_rule=variant.scale_rule,
         query="fp8" if variant.query_fp8 else "activation",
         index_kv_layout=variant.index_layout,
         layer="indexed" if variant.indexer else "unindexed",

@@ -33,12 +33,12 @@ def compile_call(
     It goes through Triton's own launch, so that what it keeps, in memory with `here` and on disk in any case, is what
     a launch looks for.
     """
-    for recorded in offline.fused_launches(op, arguments, config, target):
-        parameters = {**recorded.parameters, "ALIGN": row_alignment}
-        with nullcontext() if here else standing_in(target):
-            compiled = grids.prepare.warmup(**parameters, grid=(recorded.programs,), **recorded.options)
-        if here:
-            load(compiled)
+    recorded = offline.fused_launch(op, arguments, config, target)
+    parameters = {**recorded.parameters, "ALIGN": row_alignment}
+    with nullcontext() if here else standing_in(target):
+        compiled = grids.prepare.warmup(**parameters, grid=(recorded.programs,), **recorded.options)
+    if here:
+        load(compiled)
 
 
 @contextmanager

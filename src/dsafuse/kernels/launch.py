@@ -13,7 +13,7 @@ import torch
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels.addresses import Addresses
 from dsafuse.kernels.parameters import alignments, constants_of, launch_options, runtime_arguments
-from dsafuse.kernels.plans import LaunchPlan, grid_of, plan_for, plans_of
+from dsafuse.kernels.plans import LaunchPlan, grid_of, plan_of
 from dsafuse.kernels.relaunch import Kernel, cuda_driver
 from dsafuse.ops.config import Config
 from dsafuse.registry import OPS, Arguments
@@ -44,13 +44,13 @@ def run(op: str, arguments: Arguments, config: Config) -> None:
     launch(op, arguments, config, grids)
 
 
-def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType, plan: LaunchPlan | None = None) -> None:
-    """Launch from a module of kernels, the compiled ones or their interpreted twins; by the tokens' plan or another."""
+def launch(op: str, arguments: Arguments, config: Config, grids: ModuleType) -> None:
+    """Launch from a module of kernels, the compiled ones or their interpreted twins."""
     positions = arguments["positions"]
     if not len(positions):
         return
     target = Target.of(positions.device)
-    plan = plan or plan_for(plans_of(target, config), len(positions))
+    plan = plan_of(target, config)
     with on_device_of(positions):
         grids.prepare[grid_of(arguments, config, plan)](
             *runtime_arguments(op, arguments, config),
@@ -77,7 +77,7 @@ def again(op: str, arguments: Arguments, config: Config, places: dict[str, int])
     if not len(positions):
         return lambda _: True
     device, target = positions.device, Target.of(positions.device)
-    plan = plan_for(plans_of(target, config), len(positions))
+    plan = plan_of(target, config)
     tensors = {name: tensor for name in places if (tensor := arguments[name]) is not None}
     runtime = runtime_arguments(op, arguments, config)
     kernel, constants = _kernel_of(op, arguments, config, target, plan, tensors, runtime)

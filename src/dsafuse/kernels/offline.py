@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsafuse.kernels import chain, grids, launch, steps
-from dsafuse.kernels.plans import plans_of
 from dsafuse.ops.config import Config
 from dsafuse.registry import Arguments
 from dsafuse.target import Target, assumed
@@ -72,18 +71,13 @@ class _Recorded:
         return keep
 
 
-def fused_launches(op: str, arguments: Arguments, config: Config, target: Target) -> list[Launch]:
-    """What provider `triton` would launch on a target for a resolved call on the meta device: one for each plan.
-
-    All but the last, for the most tokens, carry in their names how many tokens they serve.
-    """
+def fused_launch(op: str, arguments: Arguments, config: Config, target: Target) -> Launch:
+    """What provider `triton` would launch on a target for a resolved call on the meta device."""
     recorder = Recorder(grids)
-    plans = plans_of(target, config)
     with assumed(target):
-        for _, plan in plans:
-            launch.launch(op, arguments, config, recorder, plan)  # type: ignore[arg-type]
-    few = [replace(each, name=f"{each.name} to {most}") for each, (most, _) in zip(recorder.launches, plans[:-1])]
-    return [*few, recorder.launches[-1]]
+        launch.launch(op, arguments, config, recorder)  # type: ignore[arg-type]
+    (found,) = recorder.launches
+    return found
 
 
 def chain_launches(run: Callable[[ModuleType], None], target: Target) -> list[Launch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
 from dsafuse.ops.config import Config, IndexQ, LatentQ
@@ -26,8 +25,6 @@ class LaunchPlan:
     threads: int
 
 
-ANY = sys.maxsize
-
 _ONE = LaunchPlan(
     block_heads=4,
     rope_block_heads=32,
@@ -38,11 +35,6 @@ _ONE = LaunchPlan(
     group=0,
     threads=64,
 )
-_AMD = replace(_ONE, block_heads=8, group=4)
-_CPU = replace(_ONE, block_heads=16, group=4, threads=32)
-
-Plans = tuple[tuple[int, LaunchPlan], ...]
-"""Each serves up to so many tokens."""
 
 WORK = {
     (False, False, False): "latents",
@@ -54,53 +46,44 @@ WORK = {
 }
 """What a call does, by whether it has attention's heads, the indexer's heads, the indexer's keys."""
 
-# By vendor, and by the work of a call. One plan, for any number of tokens, but where a target wants another.
+# By vendor, and by the work of a call; for any number of tokens, so that this compiles nothing.
 #
-# nvidia: measured on an H200, 2026-11-29 (docs/performance.md has what each choice costs). A program has to move 6 KB
-# or more, since the GPU starts one in 1.2 ns, and of the cuts that do, the one with the least mean time from 1 token to
-# 16,384, cold and warm, stands here. Role after role, the longest chain, that of the indexer keys, first.
-# The means are of that comparison; in the recorded run kernels take up to 20 % less than before with a warm L2, most of
-# it from 32 tokens on, and with a cold one up to 6 % more at 4 and 8 tokens (indexer, queries and keys).
+# nvidia: measured on an H200, 2026-11-29 and -30 (docs/performance.md has what each choice costs). A program has to
+# move 6 KB or more, since the GPU starts one in 1.2 ns, and of the cuts that do, the one with the least mean time from
+# 1 token to 16,384, cold and warm, stands here. Role after role, the longest chain, that of the indexer keys, first.
+# Against the best plans by token count, two to four an op, of the kernels as they were:
 #
-#   attention         against the best plans before, 4.7 % less time on average; 3 % more at 128 tokens and 128 heads
+#   attention         4.7 % less time on average; 3 % more at 128 tokens and 128 heads
 #   indexer           5.1 % less; up to 4 % more at 1,024 and 2,048 tokens. 4 warps up to 128 tokens would give 2 % more
 #   queries           7.6 % less; up to 3 % more from 256 tokens on
 #   queries and keys  3.5 % less; 8 % more at 4 tokens and 128/64 heads, 3 % at 64. Lone rows and 4 warps up to 16
 #                     tokens, then 8 query heads, 32 indexer heads and 8 keys, would give 1.5 % more
-#   latents           7.2 % less, nowhere more, with two plans. With the first alone the op is 1.19 times as fast as
-#                     vLLM's at 1,024 tokens, where 1.2 times is wanted; with the second alone up to 25 % slower below.
-#                     Its tokens' programs stand together: what is written at one time, half of it rows of top-k
-#                     indices, is then near in memory
+#   latents           9 % less. Two latent rows to a program and lone rows of q_c: at 1,024 tokens all programs live at
+#                     once, and at decode a program has no more to do than with lone rows of both. Its tokens' programs
+#                     stand together: what is written at one time, half of it rows of top-k indices, is then near in
+#                     memory
 #
 # amd: not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
 # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128 threads
 # indexer heads and latent rows were stored by 4 bytes. 8 heads and not 4, for the same with their 64 rotary dims.
 #
-# cpu: interpreted programs cost by the program, not by the element. Two plans, so that what is proven here is both.
-PLANS: dict[str, dict[str, Plans]] = {
+# cpu: interpreted programs cost by the program, not by the element.
+PLANS: dict[str, dict[str, LaunchPlan]] = {
     "nvidia": {
-        "latents": ((512, replace(_ONE, group=16)), (ANY, replace(_ONE, latent_rows=2, norm_rows=2, group=4))),
-        "attention": ((ANY, replace(_ONE, block_heads=8, latent_rows=4, threads=128)),),
-        "indexer": ((ANY, _ONE),),
-        "queries": ((ANY, replace(_ONE, threads=128)),),
-        "queries and keys": ((ANY, replace(_ONE, latent_rows=4)),),
+        "latents": replace(_ONE, index_rows=8, latent_rows=2, group=16),
+        "attention": replace(_ONE, block_heads=8, latent_rows=4, threads=128),
+        "indexer": _ONE,
+        "queries": replace(_ONE, threads=128),
+        "queries and keys": replace(_ONE, latent_rows=4),
     },
-    "amd": dict.fromkeys(WORK.values(), ((ANY, _AMD),)),
-    "cpu": dict.fromkeys(
-        WORK.values(),
-        ((2, replace(_CPU, group=0)), (ANY, replace(_CPU, latent_rows=4, norm_rows=2))),
-    ),
+    "amd": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=8, group=4)),
+    "cpu": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=16, latent_rows=4, norm_rows=2, group=4, threads=32)),
 }
 
 
-def plans_of(target: Target, config: Config) -> Plans:
-    """The plans of a target for what a call has to do."""
+def plan_of(target: Target, config: Config) -> LaunchPlan:
+    """The plan of a target for what a call has to do."""
     return PLANS[target.vendor][WORK[bool(config.latent_q), bool(config.index_q), bool(config.index_k)]]
-
-
-def plan_for(plans: Plans, tokens: int) -> LaunchPlan:
-    """The plan that serves so many tokens."""
-    return next(plan for most, plan in plans if tokens <= most)
 
 
 def grid_of(arguments: Arguments, config: Config, plan: LaunchPlan) -> tuple[int]:

@@ -24,8 +24,8 @@ def _options(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _plan(target: Target) -> LaunchPlan:
-    """The chain's steps have one cut for any number of tokens: that of many."""
-    return PLANS[target.vendor]["indexer"][-1][1]
+    """The chain's steps are cut alike."""
+    return PLANS[target.vendor]["indexer"]
 
 
 def _cut(heads: int, tensor: torch.Tensor, role: str) -> tuple[int, dict[str, Any]]:

@@ -18,7 +18,6 @@ from dsafuse.vllm.launches import (
     prepare_mla_queries,
     rotated,
 )
-from dsafuse.warming import planned_tokens
 
 # Of a cache row, in elements of the tensor that vLLM makes.
 MLA_WIDTHS = {name: 576 if name == "plain" else layout.row_bytes() for name, layout in MLA_LAYOUTS.items()}
@@ -42,7 +41,7 @@ def _compiles(tensor: torch.Tensor) -> bool:
 def rehearse(layer: Any, mla: MlaInputs, index: IndexInputs | None) -> None:
     """Take the buffers' memory and compile the layer's kernels, in vLLM's profiling run, before there are caches.
 
-    Each launch that a batch may need is made once per kind of layer and launch plan, on caches of one block, without
+    Each launch that a batch may need is made once per kind of layer, on caches of one block, without
     slots: so nothing is written but outputs.
     """
     state: Layer = layer.dsafuse
@@ -59,14 +58,13 @@ def rehearse(layer: Any, mla: MlaInputs, index: IndexInputs | None) -> None:
     dtype = mla.q.dtype if call.kv_layout == "plain" else torch.uint8
     kv_cache = mla.q.new_empty((1, block_size, MLA_WIDTHS[call.kv_layout]), dtype=dtype)
     indexed = () if index is None else (index, _block(index, block_size), None)
-    for count in planned_tokens(mla.q.device, tokens):
-        if indexed:
-            prepare_both(layer, count, mla, kv_cache, None, *indexed)
-        else:
-            prepare_mla(layer, count, mla, kv_cache, None)
-        prepare_keys(layer, count, mla, kv_cache, None, *indexed)
-        prepare_mla_queries(layer, count, mla)
-        rotated(layer, slice(count), mla)
+    if indexed:
+        prepare_both(layer, tokens, mla, kv_cache, None, *indexed)
+    else:
+        prepare_mla(layer, tokens, mla, kv_cache, None)
+    prepare_keys(layer, tokens, mla, kv_cache, None, *indexed)
+    prepare_mla_queries(layer, tokens, mla)
+    rotated(layer, slice(tokens), mla)
 
 
 def rehearse_index(state: IndexLayer, index: IndexInputs) -> None:
@@ -75,8 +73,7 @@ def rehearse_index(state: IndexLayer, index: IndexInputs) -> None:
         return
     block_size = state.blocks.size
     if _new_to((state.call, block_size), index.q):
-        for count in planned_tokens(index.q.device, len(index.q)):
-            prepare_index(state.call, count, index, _block(index, block_size), None)
+        prepare_index(state.call, len(index.q), index, _block(index, block_size), None)
 
 
 def _block(index: IndexInputs, block_size: int) -> torch.Tensor:
