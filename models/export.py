@@ -12,6 +12,10 @@ from torch import Tensor
 from dsafuse.accuracy import tokenizer
 from models.network import Network
 
+CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+CHECKPOINT = (CONFIG, GENERATION, WEIGHTS, *tokenizer.FILES)
+"""The files of an exported checkpoint."""
+
 
 def stored(network: Network) -> dict[str, Tensor]:
     """The tensors of model.safetensors: bf16, the indexer's LayerNorm in fp32 as DeepSeek stores it.
@@ -30,20 +34,20 @@ def stored(network: Network) -> dict[str, Tensor]:
 
 
 def export(network: Network, directory: Path) -> None:
-    """Write config.json, generation_config.json, the tokenizer and, whole or not at all, model.safetensors."""
+    """Write the files of CHECKPOINT; the weights whole or not at all."""
     tokenizer.write(directory, network.config["max_position_embeddings"])
     generation = {name: network.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    for name, content in (("config.json", network.config), ("generation_config.json", generation)):
+    for name, content in ((CONFIG, network.config), (GENERATION, generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    part = directory / "model.safetensors.part"
+    part = directory / f"{WEIGHTS}.part"
     save_file(stored(network), part, metadata={"format": "pt"})
-    part.replace(directory / "model.safetensors")
+    part.replace(directory / WEIGHTS)
 
 
 def load(directory: Path) -> Network:
     """The network of an exported checkpoint, in fp32."""
-    network = Network(json.loads((directory / "config.json").read_text()))
-    tensors = load_file(directory / "model.safetensors")
+    network = Network(json.loads((directory / CONFIG).read_text()))
+    tensors = load_file(directory / WEIGHTS)
     names = network.state_dict().keys()
     network.load_state_dict({name: tensors[name].float() for name in names})
     return network

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from models import train
+from models.export import CHECKPOINT
 from models.families import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -26,8 +27,6 @@ ROOT = Path(__file__).parents[1]
 BEFORE = 5
 TASKS = ("recall", "arithmetic")
 METRICS = {"arguments", "steps", "seconds", "torch", "accuracy"}
-# What models.export writes.
-CHECKPOINT = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 HEAD = (
     "| run | `models/` of | minutes | steps | coverage at the switch | recall, % | arithmetic, % |\n"
     + 7 * "|---"

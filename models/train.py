@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsafuse.check.document import dump
 from models import text
 from models.export import export, load
 from models.families import CONFIGS, tiny
@@ -238,15 +239,17 @@ def train(
     save_s: float = 45.0,
     validate: tuple[int, int] | None = None,
 ) -> list[dict[str, float]]:
-    """Run to `steps` or for `minutes`; log every every_s seconds, save the state every save_s. Returns the log.
+    """Run to `steps` or for `minutes`; log every every_s seconds, save the state every save_s. Returns the log,
+    which a resumed run goes on with.
 
     validate: problems per task and their context; with it, OUT/checkpoint is at any time the best so far.
     """
-    state = out / "state.pt"
+    state, kept = out / "state.pt", out / "log.json"
+    log: list[dict[str, float]] = []
     if state.exists():
         trainer.resume(torch.load(state, map_location=trainer.device, weights_only=True))
         say(f"resumed at step {trainer.step}")
-    log: list[dict[str, float]] = []
+        log = json.loads(kept.read_text()) if kept.exists() else []
     began = time.monotonic() - trainer.passed
     said = saved = time.monotonic()
     last = trainer.step
@@ -276,12 +279,12 @@ def train(
             if validate and 2 * trainer.recipe.stages[trainer.stage].context >= validate[1]:
                 log.append(keep_the_best(trainer, out, *validate))
             save(trainer, state)
-            (out / "log.json").write_text(json.dumps(log) + "\n")
+            dump(kept, log)
             saved = time.monotonic()
     if validate:
         log.append(keep_the_best(trainer, out, *validate))
     save(trainer, state)
-    (out / "log.json").write_text(json.dumps(log) + "\n")
+    dump(kept, log)
     return log
 
 

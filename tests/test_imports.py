@@ -24,6 +24,7 @@ BASE = {"dispatch", "registry", "ops"} | LEAVES
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms it may import, libraries it may import)
     **{leaf: (LEAVES, {"torch"}) for leaf in LEAVES},
+    "stopping": (set(), set()),
     "dispatch": (LEAVES, {"torch"}),
     "known": (set(), {"torch"}),
     "entry": ({"known"} | LEAVES, {"torch"}),
@@ -35,16 +36,19 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "warming": (BASE, {"torch"}),
     "__init__": ({"ops", "warming"}, set()),
     "check": ({"check", "split", "torch_steps", "warming", "__init__"} | BASE, {"torch", "triton", "matplotlib"}),
-    "serving": ({"serving", "check", "__init__"} | BASE, {"torch", "matplotlib"}),
+    "serving": ({"serving", "check", "stopping", "__init__"} | BASE, {"torch", "matplotlib"}),
     "vllm": (
-        {"vllm", "warming", "__init__"} | BASE,
+        {"vllm", "warming", "stopping", "__init__"} | BASE,
         {"torch", "vllm", "safetensors", "tokenizers", "transformers", "rich"},
     ),
     "accuracy": (
-        {"accuracy", "serving", "vllm", "check", "__init__"} | BASE,
+        {"accuracy", "serving", "vllm", "check", "stopping", "__init__"} | BASE,
         {"torch", "transformers", "tokenizers", "safetensors", "datasets", "pyarrow"},
     ),
-    "cli": ({"cli", "accuracy", "check", "serving", "vllm", "__init__"} | BASE, {"torch", "typer", "rich", "click"}),
+    "cli": (
+        {"cli", "accuracy", "check", "serving", "vllm", "stopping", "__init__"} | BASE,
+        {"torch", "typer", "rich", "click"},
+    ),
     "__main__": ({"cli"}, {"typer"}),
 }
 

@@ -27,7 +27,9 @@ def test_empty_values_mean_the_default_and_an_empty_list_means_no_fusion() -> No
     [
         ("DSAFUSE_MODE", "fast", r"DSAFUSE_MODE: got 'fast', expected one of auto, off, strict"),
         ("DSAFUSE_MODE", "AUTO", r"DSAFUSE_MODE: got 'AUTO'"),
-        ("DSAFUSE_OPS", "mla,moe", r"DSAFUSE_OPS: got 'moe', expected one of mla, indexer"),
+        ("DSAFUSE_OPS", "mla,moe", r"DSAFUSE_OPS: got 'mla,moe', expected some of mla, indexer, separated by commas"),
+        ("DSAFUSE_OPS", ",", r"DSAFUSE_OPS: got ',', expected some of mla, indexer, separated by commas"),
+        ("DSAFUSE_OPS", "mla,", r"DSAFUSE_OPS: got 'mla,', expected some of"),
         ("DSAFUSE_PROVIDER", "cuda", r"DSAFUSE_PROVIDER: got 'cuda', expected one of triton, interpreter, split"),
     ],
 )
@@ -51,6 +53,21 @@ def test_an_override_ends_with_its_block_even_when_the_block_raises() -> None:
 
 def test_an_override_is_checked_like_the_environment() -> None:
     with pytest.raises(ValueError, match="DSAFUSE_MODE: got 'sometimes'"), switches.override(mode="sometimes"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ops", "error", "message"),
+    [
+        (["mla"], TypeError, r"^DSAFUSE_OPS: got \['mla'\], expected a frozenset of mla, indexer$"),
+        ({"mla"}, TypeError, r"^DSAFUSE_OPS: got {'mla'}, expected a frozenset"),
+        ("mla", TypeError, r"^DSAFUSE_OPS: got 'mla', expected a frozenset"),
+        (None, TypeError, r"^DSAFUSE_OPS: got None, expected a frozenset"),
+        (frozenset({5, "mla"}), ValueError, r"^DSAFUSE_OPS: got 5, expected one of mla, indexer$"),
+    ],
+)
+def test_an_override_takes_a_frozenset_of_names(ops: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), switches.override(ops=ops):
         pass
 
 

@@ -31,7 +31,9 @@ class Switches:
 
     def __post_init__(self) -> None:
         _expect("DSAFUSE_MODE", self.mode, MODES)
-        for name in sorted(self.ops):
+        if not isinstance(self.ops, frozenset):
+            raise TypeError(f"DSAFUSE_OPS: got {self.ops!r}, expected a frozenset of {', '.join(FAMILIES)}")
+        for name in sorted(self.ops, key=repr):
             _expect("DSAFUSE_OPS", name, FAMILIES)
         if self.provider is not None:
             _expect("DSAFUSE_PROVIDER", self.provider, PROVIDERS)
@@ -40,14 +42,18 @@ class Switches:
     def from_environment(environment: Mapping[str, str] = os.environ) -> Switches:
         """Parse the three variables. Raises ValueError that names the variable, its value and the choices."""
         families = environment.get("DSAFUSE_OPS", ",".join(FAMILIES))
+        names = [name.strip() for name in families.split(",")] if families.strip() else []
+        if not {*names} <= {*FAMILIES}:
+            expected = f"some of {', '.join(FAMILIES)}, separated by commas"
+            raise ValueError(f"DSAFUSE_OPS: got {families!r}, expected {expected}")
         return Switches(
             mode=environment.get("DSAFUSE_MODE") or "auto",
-            ops=frozenset(name.strip() for name in families.split(",") if name.strip()),
+            ops=frozenset(names),
             provider=environment.get("DSAFUSE_PROVIDER") or None,
         )
 
 
-def _expect(variable: str, value: str, choices: tuple[str, ...]) -> None:
+def _expect(variable: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{variable}: got {value!r}, expected one of {', '.join(choices)}")
 

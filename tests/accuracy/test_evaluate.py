@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed (requirements/vllm-cpu.txt)")
 
@@ -24,6 +26,7 @@ from dsafuse.accuracy import evaluate, oracle, report, tokenizer
 from dsafuse.accuracy.evaluate import Cell, Question, Settings
 from dsafuse.accuracy.model import Model, read
 from dsafuse.accuracy.tasks import Problem
+from dsafuse.cli.app import app
 from dsafuse.vllm import arms
 from tests.accuracy.conftest import LONGEST, needs_vllm, write
 
@@ -150,6 +153,7 @@ def test_tables_and_markdown_tell_the_same(settings: Settings) -> None:
     record = json.loads(json.dumps(record))
     assert not record["ok"]
     text = report.markdown(record)
+    assert "| a\\|b | auto | off | 8 | 100.00 ± 0.00 |" in report.summary([{**record, "model": "a|b"}])
     assert "| auto | off | 8 | 100.00 ± 0.00 | 0.00 ± 0.00 | -100.00 ± 0.00 | 8/0 | 0.0078 | 8 | - |" in text
     assert "FAILED: auto cache: 8 answers were right" in text
 
@@ -166,7 +170,7 @@ def test_tables_and_markdown_tell_the_same(settings: Settings) -> None:
 def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, spoil: Any, refusal: str) -> None:
     folder = write(tmp_path / "m", "glm-5")
     spoil(folder)
-    done = run_cli(folder)
+    done = call(folder)
     assert done.returncode == 2
     assert refusal in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -187,7 +191,7 @@ def test_a_folder_that_is_no_such_model_is_refused_in_one_line(tmp_path: Path, s
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(seeded: dict[str, Path], options: list[str], refusal: str) -> None:
-    done = run_cli(seeded["deepseek-v3.2"], *options)
+    done = call(seeded["deepseek-v3.2"], *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert refusal in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -197,14 +201,14 @@ def test_recorded_runs_are_shown_in_one_table_and_nothing_else_is(settings: Sett
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     for path, fused in ((good, RIGHT), (bad, ["0"] * 8)):
         path.write_text(json.dumps(evaluate.Evaluation(settings, [compared(settings, RIGHT, fused)]).record()))
-    done = run_cli(None, "--read", str(good), "--read", str(bad))
+    done = call(None, "--read", str(good), "--read", str(bad))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == report.summary([json.loads(good.read_text()), json.loads(bad.read_text())]) + "\n"
     assert done.stdout.splitlines()[2:] == [
         "| m | auto | off | 8 | 100.00 ± 0.00 | 100.00 ± 0.00 | +0.00 ± 0.00 | 0 | - |",
         "| m | auto | off | 8 | 100.00 ± 0.00 | 0.00 ± 0.00 | -100.00 ± 0.00 | 8 | - |",
     ]
-    assert run_cli(None, "--read", str(good)).returncode == 0
+    assert call(None, "--read", str(good)).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -226,9 +230,7 @@ def test_a_record_that_is_none_is_refused_in_one_line(
     path = tmp_path / "record.json"
     if content is not None:
         path.write_text(content)
-    done = run_cli(
-        None, *(word.replace("{path}", str(path)).replace("{model}", str(model.directory)) for word in options)
-    )
+    done = call(None, *(word.replace("{path}", str(path)).replace("{model}", str(model.directory)) for word in options))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert refusal in done.stderr
 
@@ -271,9 +273,16 @@ def test_a_folder_that_can_not_be_read_is_refused_in_one_line(tmp_path: Path, dr
     config = {"index_topk": 5, "max_position_embeddings": 64, "vocab_size": 5, "num_nextn_predict_layers": drafts}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
-    done = run_cli(tmp_path)
+    done = call(tmp_path)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert done.stderr.startswith(f"MODEL_DIR: {tmp_path}/{says}")
+
+
+def call(folder: Path | None, *options: str) -> subprocess.CompletedProcess[str]:
+    """As `run_cli`, in this process: for what ends before anything is served."""
+    arguments = ["eval", *([] if folder is None else [str(folder)]), *options]
+    done = CliRunner().invoke(app, arguments)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def run_cli(folder: Path | None, *options: str) -> subprocess.CompletedProcess[str]:
@@ -341,14 +350,29 @@ def test_an_arm_that_ends_badly_fails_the_run_with_the_end_of_its_log(seeded: di
     assert (record["ok"], record["cells"], len(record["problems"])) == (False, [], 2)
 
 
+def with_in_environment(entry: str) -> list[str]:
+    """The commands of processes that run with this in their environment; a zombie has none."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if entry.encode() in (place / "environ").read_bytes().split(b"\0"):
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
 @needs_vllm
 def test_a_stopped_run_leaves_no_arm_behind(seeded: dict[str, Path], tmp_path: Path) -> None:
-    """Both as they start and as they serve; SIGTERM as Ctrl-C."""
+    """Both as they start and as they import vLLM; SIGTERM as Ctrl-C. By then each and what it started has ended."""
     command = [sys.executable, "-m", "dsafuse", "eval", str(seeded["deepseek-v3.2"]), "--quick", "--mtp", "off"]
     for number, kind in enumerate((signal.SIGTERM, signal.SIGINT)):
         logs = tmp_path / str(number)
         run = subprocess.Popen(
-            [*command, "--logs", str(logs)], stderr=subprocess.PIPE, start_new_session=True, text=True
+            [*command, "--logs", str(logs)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LEFT_BEHIND_BY": str(logs)},
+            # A shell that started us in the background has us ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while not list(logs.glob("answers/*.log")):
             assert run.poll() is None
@@ -358,23 +382,28 @@ def test_a_stopped_run_leaves_no_arm_behind(seeded: dict[str, Path], tmp_path: P
         _, said = run.communicate(timeout=60)
         assert run.returncode == 130
         assert "Traceback" not in said
-        with pytest.raises(ProcessLookupError):  # nobody of its session is left
-            os.killpg(run.pid, 0)
+        assert with_in_environment(f"LEFT_BEHIND_BY={logs}") == []
 
 
 @needs_vllm
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+@pytest.mark.parametrize(("family", "caches"), [("deepseek-v3.2", ["fp8"]), ("glm-5", ["auto", "fp8"])])
 def test_both_arms_in_vllm_answer_the_same_and_as_transformers(
-    seeded: dict[str, Path], tmp_path: Path, family: str
+    seeded: dict[str, Path], tmp_path: Path, family: str, caches: list[str]
 ) -> None:
-    """Seeded weights: no answer is right, all are the same, and log-probabilities are those of other people's code."""
+    """Seeded weights: no answer is right, all are the same, and log-probabilities are those of other people's code.
+
+    DeepSeek's other cache is served in 16 bit above.
+    """
     out, text = tmp_path / "eval.json", tmp_path / "eval.md"
-    done = run_cli(seeded[family], "--quick", "--oracle", "--out", str(out), "--markdown", str(text))
+    options = ["--quick", "--oracle", "--out", str(out), "--markdown", str(text)]
+    if caches == ["fp8"]:
+        options += ["--kv-cache-dtype", "fp8"]
+    done = run_cli(seeded[family], *options)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
     drafts = [0, 1] if family == "glm-5" else [0]
     assert [(c["kv_cache_dtype"], c["draft_tokens"]) for c in record["cells"]] == [
-        (word, count) for word in ("auto", "fp8") for count in drafts
+        (word, count) for word in caches for count in drafts
     ]
     for cell in record["cells"]:
         assert cell["unfused"]["count"] == 8
@@ -382,9 +411,9 @@ def test_both_arms_in_vllm_answer_the_same_and_as_transformers(
         assert cell["interpreted_or_oracle"]["interpreted"] > 0
         assert (cell["acceptance_length"] is not None) == bool(cell["draft_tokens"])
     assert [(each["kv_cache_dtype"], each["arm"], each["ok"]) for each in record["oracle"]] == [
-        (word, name, True) for word in ("auto", "fp8") for name in ("un-fused", "fused")
+        (word, name, True) for word in caches for name in ("un-fused", "fused")
     ]
     for each in record["oracle"]:
         # Of 47, 46, 95 and 94 tokens with 8 behind them, 64 positions at most see no more than index_topk tokens.
         assert (each["covered"]["positions"], each["beyond"]["positions"]) == (54 + 53 + 64 + 64, 38 + 37)
-    assert "| auto | off | 8 |" in text.read_text()
+    assert f"| {caches[0]} | off | 8 |" in text.read_text()

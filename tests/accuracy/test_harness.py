@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +24,8 @@ from dsafuse.accuracy.evaluate import Cell
 from dsafuse.accuracy.harness import Request
 from dsafuse.accuracy.model import read
 from dsafuse.accuracy.tasks import TASKS
+from dsafuse.serving.server import Server
+from dsafuse.vllm.arms import UNFUSED
 from tests.accuracy.conftest import needs_vllm
 
 CELL = Cell("fp8", drafts=1)
@@ -127,6 +131,35 @@ def test_a_significant_loss_fails(request_: Request, tmp_path: Path) -> None:
 )
 def test_one_refused_kind_of_layer_ends_the_run(plans: list[str], refused: bool) -> None:
     assert (harness.why_refused(plans) is not None) == refused
+
+
+@pytest.mark.parametrize("at", ["server", "client"])
+def test_a_process_that_starts_while_the_run_is_stopped_ends(
+    at: str, request_: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C before whoever starts the process knows it."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    began: list[subprocess.Popen[str]] = []
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, *command: Any, **options: Any) -> None:
+            super().__init__(*command, **options)
+            began.append(self)
+            if len(began) == ["server", "client"].index(at) + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(harness, "vllm_command", lambda: sleep)
+    monkeypatch.setattr(harness, "client_command", lambda *_: sleep)
+    monkeypatch.setattr(Server, "ready", lambda _: True)
+    monkeypatch.setattr(Server, "plans", lambda _: [])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            harness.answer(request_, CELL, UNFUSED, tmp_path, time.monotonic() + 60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [each.poll() for each in began] == [-signal.SIGTERM] * len(began)
 
 
 def test_without_lm_eval_it_says_what_to_install(seeded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

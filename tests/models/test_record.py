@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("safetensors", reason="not installed (requirements/vllm-cpu.txt)")
 
 from models import record
+from models.export import CHECKPOINT
 from models.families import CONFIGS
 
 MEASURES = {f"{task} 64 {arm}": {"accuracy": 0.96} for task in ("recall", "arithmetic") for arm in ("dense", "sparse")}
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     """A run of GLM, seed 3: six dense steps logged, then sparse ones; a validation in between."""
     place = tmp_path / "run"
     (place / "checkpoint").mkdir(parents=True)
-    for name in record.CHECKPOINT:
+    for name in CHECKPOINT:
         (place / "checkpoint" / name).write_bytes(b"weights")
     arguments = ["dsa-glm-small", "--out", str(place), "--seed", "3", "--minutes", "2.5", "--problems", "8"]
     metrics = {"arguments": arguments, "steps": 1234, "seconds": 150.0123, "torch": "2.11", "accuracy": MEASURES}
@@ -84,7 +85,7 @@ def test_a_run_that_ships_brings_its_weights_and_its_record(run: Path, root: Pat
     shipped = root / "models" / "dsa-glm-small"
     (shipped / "model-00002.safetensors").write_bytes(b"of the run before")
     record.main([str(run), *OPTIONS, "--ship"], root)
-    assert {path.name for path in shipped.iterdir()} == {*record.CHECKPOINT, "training.json"}
+    assert {path.name for path in shipped.iterdir()} == {*CHECKPOINT, "training.json"}
     assert {path.name for path in (root / "models").iterdir()} == {*CONFIGS, "README.md"}
     assert (shipped / "model.safetensors").read_bytes() == b"weights"
     (kept,) = (root / "benchmarks" / "results").iterdir()
@@ -97,7 +98,7 @@ def test_a_run_that_ships_brings_its_weights_and_its_record(run: Path, root: Pat
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_ships_is_what_a_run_must_have(family: str) -> None:
     files = {path.name for path in (record.ROOT / "models" / family).iterdir()}
-    assert files == {*record.CHECKPOINT, "training.json"}
+    assert files == {*CHECKPOINT, "training.json"}
 
 
 def test_a_value_that_is_a_name_in_the_record_stays_a_value(run: Path, root: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors", reason="not installed (requirements/vllm-cpu.
 from dsafuse.accuracy.tasks import TASKS
 from dsafuse.accuracy.tokenizer import EOS, IDS, encode
 from models import train
-from models.export import load
+from models.export import CHECKPOINT, load
 from models.families import CONFIGS, tiny
 from models.measure import SEED, accuracy
 from models.network import Output, Request
@@ -46,6 +46,7 @@ def test_the_losses_fall_and_the_run_leaves_a_checkpoint_and_its_measures(family
     assert metrics["steps"] == 45
     assert all(0 <= found["accuracy"] <= 1 for found in metrics["accuracy"].values())
     assert load(out / "checkpoint").config["architectures"] == CONFIGS[family]["architectures"]
+    assert {path.name for path in (out / "checkpoint").iterdir()} == {*CHECKPOINT}
 
 
 def test_a_run_killed_while_it_measures_keeps_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +80,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert resumed.step == 10
     for (name, first), second in zip(whole.network.named_parameters(), resumed.network.parameters(), strict=True):
         assert torch.equal(first, second), name
+
+
+def test_a_resumed_run_goes_on_with_its_log(tmp_path: Path) -> None:
+    """Its record is refused without the dense steps."""
+    train.train(trainer(), tmp_path, steps=3, every_s=0)
+    log = train.train(trainer(), tmp_path, steps=5, every_s=0)
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "log.json").read_text()) == log
+    (tmp_path / "log.json").unlink()  # killed before the first was written
+    assert [entry["step"] for entry in train.train(trainer(), tmp_path, steps=6, every_s=0)] == [6]
+    (tmp_path / "state.pt").unlink()
+    assert [entry["step"] for entry in train.train(trainer(), tmp_path, steps=1, every_s=0)] == [1]
 
 
 def test_a_seed_decides_the_first_weights_and_the_text() -> None:

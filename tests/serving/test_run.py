@@ -269,7 +269,7 @@ with listening() as interrupted:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("after", ["0", "3"])
 def test_a_signal_ends_all_and_keeps_what_there_is(
     plan: Plan, fake: Fake, tmp_path: Path, number: signal.Signals, after: str
@@ -281,6 +281,8 @@ def test_a_signal_ends_all_and_keeps_what_there_is(
         text=True,
         cwd=Path(__file__).parents[2],
         env=dict(os.environ),
+        # Under nohup, or in a shell's background, we are made to ignore it.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     assert child.stdout is not None
     for line in child.stdout:

@@ -7,8 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -101,12 +104,17 @@ def families() -> dict[str, checkpoints.TinyModel]:
     return models
 
 
-@pytest.fixture(scope="session")
-def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoints")
+def write_checkpoints(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     for name, model in families().items():
         checkpoints.write(model, directory / name)
     write_llama(directory / "llama")
+
+
+@pytest.fixture(scope="session")
+def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoints(directory)
     return directory
 
 
@@ -170,7 +178,9 @@ RUNS: dict[str, tuple[list[str], dict[str, str], dict[str, dict[str, Any]]]] = {
 }
 
 
-def _serve(name: str, checkpoints_at: Path, log: Path) -> dict[str, Result]:
+def _serve(
+    name: str, checkpoints_at: Path, log: Path, began: Callable[[subprocess.Popen[str]], None]
+) -> dict[str, Result]:
     command, environment, cells = RUNS[name]
     job = {
         "prompts": prompts(),
@@ -182,33 +192,65 @@ def _serve(name: str, checkpoints_at: Path, log: Path) -> dict[str, Result]:
     }
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")}
     with log.open("w") as stderr:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, *command],
-            input=json.dumps(job),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**inherited, **ENVIRONMENT, "VLLM_PLUGINS": "dsafuse", **environment},
             text=True,
-            check=False,
         )
-    if done.returncode:
+    began(process)
+    said, _ = process.communicate(json.dumps(job))
+    if process.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-        raise RuntimeError(f"run {name!r} ended with exit code {done.returncode}:\n{end}")
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+        raise RuntimeError(f"run {name!r} ended with exit code {process.returncode}:\n{end}")
+    events = [json.loads(line) for line in said.splitlines()]
     names = list(cells)
     return {names[event["cell"]]: event for event in events if event["event"] == "done"}
 
 
 class Runs:
-    """The runs by name; two at a time, begun together, awaited when a test asks."""
+    """The runs by name: begun with the session, one at a time behind other tests, and two once a test asks."""
 
-    def __init__(self, checkpoints_at: Path, logs: Path, pool: ThreadPoolExecutor) -> None:
-        self.logs = {name: logs / f"{name}.log" for name in RUNS}
+    def __init__(self) -> None:
+        self.place = tempfile.TemporaryDirectory(prefix="dsafuse-runs-")
+        self.checkpoints = Path(self.place.name) / "checkpoints"
+        self.logs = {name: Path(self.place.name) / f"{name}.log" for name in RUNS}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._turns = threading.Semaphore(1)
+        self._asked = self._ended = False
+        self._pool = ThreadPoolExecutor(max_workers=2)
+        written = self._pool.submit(write_checkpoints, self.checkpoints)
         self._futures: dict[str, Future[dict[str, Result]]] = {
-            name: pool.submit(_serve, name, checkpoints_at, self.logs[name]) for name in RUNS
+            name: self._pool.submit(self._serve, name, written) for name in RUNS
         }
 
+    def _serve(self, name: str, written: Future[None]) -> dict[str, Result]:
+        written.result()
+        with self._turns:
+            return _serve(name, self.checkpoints, self.logs[name], self._began)
+
+    def _began(self, process: subprocess.Popen[str]) -> None:
+        self._processes.append(process)
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, 10)  # tests that take their time come first
+        if self._ended:
+            process.kill()
+
+    def end(self) -> None:
+        """However far they are."""
+        self._ended = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*self._processes]:
+            process.kill()
+        self._pool.shutdown()
+        self.place.cleanup()
+
     def __getitem__(self, name: str) -> dict[str, Result]:
+        if not self._asked:
+            self._asked = True
+            self._turns.release()
         return self._futures[name].result()
 
     def log(self, name: str) -> str:
@@ -216,8 +258,17 @@ class Runs:
         return self.logs[name].read_text(errors="replace")
 
 
+BEGUN = pytest.StashKey[Runs]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the runs while the tests before use one core."""
+    wanted = any("runs" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly and importlib.util.find_spec("vllm") is not None:
+        session.config.stash[BEGUN] = Runs()
+        session.config.add_cleanup(session.config.stash[BEGUN].end)
+
+
 @pytest.fixture(scope="session")
-def runs(checkpoint_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        yield Runs(checkpoint_directory, tmp_path_factory.mktemp("logs"), pool)
-        pool.shutdown(cancel_futures=True)
+def runs(pytestconfig: pytest.Config) -> Runs:
+    return pytestconfig.stash[BEGUN]

@@ -6,10 +6,13 @@ import copy
 import importlib.util
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -109,6 +112,32 @@ def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
     result = demo.run(models=["glm-5"], kv_cache_dtypes=["auto"], timeout_seconds=1)
     assert result.problems == ["the un-fused arm did not end in time", "the fused glm-5 arm did not end in time"]
     assert result.seconds < 60
+
+
+class Stopped(subprocess.Popen[str]):
+    """A process, and a Ctrl-C before whoever starts it knows it."""
+
+    started: ClassVar[list[subprocess.Popen[str]]] = []
+
+    def __init__(self, *command: Any, **options: Any) -> None:
+        super().__init__(*command, **options)
+        self.started.append(self)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_arm_that_starts_while_the_run_is_stopped_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Stopped, "started", [])
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    both = [
+        arms.Arm(name, {}, [], 0, {}, tmp_path / name, command=("-c", "import time; time.sleep(600)")) for name in "ab"
+    ]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            arms.serve(both, lambda *_: None, time.monotonic() + 60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [process.poll() for process in Stopped.started] == [-signal.SIGKILL] * 2
 
 
 def text_of(result: demo.DemoResult) -> str:

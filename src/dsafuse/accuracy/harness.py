@@ -28,6 +28,7 @@ from dsafuse.check.environment import environment
 from dsafuse.serving.grid import OFF, ON
 from dsafuse.serving.process import Process, end_all
 from dsafuse.serving.server import Server, free_ports, vllm_command, why_not_an_arm
+from dsafuse.stopping import held
 from dsafuse.vllm.arms import FUSED, UNFUSED
 
 OUR_TASKS = Path(__file__).with_name("lm_tasks")
@@ -130,9 +131,11 @@ def pair(cell: Cell, unfused: Samples, fused: Samples) -> list[Compared]:
 def answer(request: Request, cell: Cell, name: str, folder: Path, deadline: float) -> Samples:
     """One arm of one cell: start its server, let lm-eval ask it, and read what lm-eval wrote."""
     port = free_ports(1)[0]
-    server = Server(SERVERS[name], vllm_command(), server_arguments(request, cell), port, folder / "server.log")
-    processes: list[Process] = [server]
+    processes: list[Process] = []
     try:
+        with held():
+            server = Server(SERVERS[name], vllm_command(), server_arguments(request, cell), port, folder / "server.log")
+            processes.append(server)
         while not server.ready():
             _sleep(deadline)
         plans = server.plans()
@@ -141,15 +144,17 @@ def answer(request: Request, cell: Cell, name: str, folder: Path, deadline: floa
             raise RuntimeError(reason)
         environment = {**os.environ, "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"}
         command = client_command(request, server.url, folder)
-        client = Process("lm-eval", command, environment, folder / "lm-eval.log")
-        processes.insert(0, client)
+        with held():
+            client = Process("lm-eval", command, environment, folder / "lm-eval.log")
+            processes.insert(0, client)
         while (code := client.exit_code) is None:
             server.check()
             _sleep(deadline)
         if code:
             client.check()  # raises, with the end of its log
     finally:
-        end_all(processes)
+        with held():
+            end_all(processes)
     return read_samples(folder)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsafuse.accuracy.paired import Accuracy, Paired
 from dsafuse.check.document import NONE, entry, load, natural, number, words
+from dsafuse.serving.tables import markdown_table
 
 Record = dict[str, Any]
 Table = tuple[str, Sequence[str], list[list[str]]]
@@ -93,7 +94,7 @@ def _too_far(each: Record) -> str:
 
 def markdown(record: Record) -> str:
     """The tables as Markdown."""
-    blocks = [f"**{title}**\n\n{_markdown(header, rows)}" for title, header, rows in tables(record)]
+    blocks = [f"**{title}**\n\n{markdown_table(header, rows)}" for title, header, rows in tables(record)]
     return "\n\n".join([*blocks, *lines(record)]) + "\n"
 
 
@@ -209,7 +210,7 @@ def summary(records: Sequence[Record]) -> str:
         for each in record.get("oracle", ())
     ]
     both = ((_SUMMARY, answered), (_AGREEMENT, compared))
-    return "\n\n".join(_markdown(header, rows) for header, rows in both if rows)
+    return "\n\n".join(markdown_table(header, rows) for header, rows in both if rows)
 
 
 def _short(each: Record) -> list[str]:
@@ -220,10 +221,6 @@ def _short(each: Record) -> list[str]:
         str(far["positions"]),
         *(f"{far[key]} ({100 * far[key] / max(1, far['positions']):.1f} %)" for key in ("moved", "other_choices")),
     ]
-
-
-def _markdown(header: Sequence[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
 
 
 def _cell(cell: Record) -> list[str]:

@@ -21,6 +21,7 @@ WORDS = tuple(" " + "".join(letters) for letters in product("bdfghjklmnprstvz", 
 VOCABULARY = (*SPECIALS, *DIGITS, *SIGNS, *WORDS)
 IDS = {token: index for index, token in enumerate(VOCABULARY)}
 PATTERN = r" ?[a-z]+|[\s\S]"
+FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def encode(text: str, *, bos: bool = True) -> list[int]:
@@ -35,7 +36,7 @@ def decode(ids: list[int]) -> str:
 
 
 def write(directory: Path, max_tokens: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; max_tokens is the longest text a model was trained for."""
+    """Write FILES; max_tokens is the longest text a model was trained for."""
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer = {
         "version": "1.0",
@@ -67,5 +68,5 @@ def write(directory: Path, max_tokens: int) -> None:
         "model_max_length": max_tokens,
     }
     directory.mkdir(parents=True, exist_ok=True)
-    for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
+    for name, content in zip(FILES, (tokenizer, config), strict=True):
         (directory / name).write_text(json.dumps(content, indent=1) + "\n")

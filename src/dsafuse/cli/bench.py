@@ -34,7 +34,7 @@ from dsafuse.check.targets import check as check_targets
 from dsafuse.check.timing import copy_bandwidth, empty_kernel_us
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import Ops, counts, natural, one_of, op_names, op_order
-from dsafuse.cli.stopping import interrupted_by_sigterm
+from dsafuse.stopping import interrupted
 
 MAX_TOKENS = 65536
 MAX_HEADS = 256
@@ -147,7 +147,7 @@ def _timed(
                 bar.advance(task)
             keep(f"{named(op, form)} {heads}{again}: T = {', '.join(counts)}")
 
-    with output.progress() as bar, interrupted_by_sigterm():
+    with output.progress() as bar, interrupted():
         task = bar.add_task("bench", total=len(cases))
         try:
             keep(f"arms loaded: {', '.join(dict.fromkeys(arm.name for some in arms.values() for arm in some))}")

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from dsafuse.cli import output
+from dsafuse.stopping import interrupted
 
 
 def demo(json: output.Json = False) -> None:
@@ -23,7 +24,7 @@ def demo(json: output.Json = False) -> None:
     from dsafuse.accuracy import shown
 
     shipped = shown.shipped()
-    with demo_view.progress(Console(stderr=True)) as report:
+    with demo_view.progress(Console(stderr=True)) as report, interrupted():
         result = bridge.run(report, questions=shown.questions(shipped) if shipped else None)
     if json:
         output.print_json(result.as_dict())

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, one_of, words
-from dsafuse.cli.stopping import interrupted_by_sigterm
+from dsafuse.stopping import interrupted
 
 if TYPE_CHECKING:
     from dsafuse.accuracy.evaluate import Cell, Settings
@@ -138,7 +138,7 @@ def evaluate(
             serve=serve_arguments,
             seconds=time_limit,
         )
-        with interrupted_by_sigterm():
+        with interrupted():
             record = _through_lm_eval(request)
     else:
         settings = evaluation.settings_for(checkpoint, cells, quick=quick)
@@ -159,7 +159,7 @@ def evaluate(
             evaluation.questions(replace(settings, problems=1))
         except ValueError as error:
             output.refuse(f"--context: {error}")
-        with interrupted_by_sigterm():
+        with interrupted():
             if oracle_out is not None:
                 _serve_for_oracle(settings, oracle_out, commit)
             record = _ours(settings, oracle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -11,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from dsafuse import stopping
+
 TAIL_LINES = 30
-GRACE_SECONDS = 15.0
-"""What a process that was asked to end gets, before its group is killed."""
 
 
 class Ended(Exception):
@@ -61,7 +60,6 @@ class Process:
                 text=True,
                 start_new_session=True,
             )
-        self.group = self._child.pid
 
     @property
     def stdin(self) -> IO[str]:
@@ -101,48 +99,29 @@ class Process:
 
     def end(self, deadline: float) -> None:
         """Wait for the child until time.monotonic() passes the deadline, then kill all that is left of its group."""
-        with suppress(subprocess.TimeoutExpired):
-            self._child.wait(max(0.0, deadline - time.monotonic()))
-        with suppress(ProcessLookupError):
-            os.killpg(self.group, signal.SIGKILL)
-        self._child.wait()
-        while _alive(self.group) and time.monotonic() < deadline + GRACE_SECONDS:
-            time.sleep(0.05)
-
-
-def _alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        stopping.end(self._child, deadline)
 
 
 def end_all(processes: Sequence[Process]) -> None:
     """End processes, all at once."""
     for process in processes:
         process.ask()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + stopping.GRACE_SECONDS
     for process in processes:
         process.end(deadline)
 
 
 @contextmanager
 def listening() -> Iterator[Callable[[], None]]:
-    """Hear SIGINT and SIGTERM; yields what raises Stopped once one of them came.
+    """Hear the signals that stop us; yields what raises Stopped once one of them came.
 
     Nothing is raised in the middle of anything: neither starting a process nor ending one can be cut in two.
     """
     heard: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda got, _: heard.append(got)) for number in signals}
 
     def check() -> None:
         if heard:
             raise Stopped(heard[0])
 
-    try:
+    with stopping.handling(lambda number, _: heard.append(number)):
         yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

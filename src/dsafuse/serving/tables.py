@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -88,7 +89,7 @@ def summary(records: Sequence[Record]) -> str:
             ratios = (_ratio(tpot), _ratio(ttft), _ratio(tokens))
             order = (c["heads"], c["layers"], c["kv_cache_dtype"], cell)
             rows.append((order, (*at, str(cell.concurrency), *times, *ratios, str(len(repeats)))))
-    return _markdown(SUMMARY, [row for _, row in sorted(rows)])
+    return markdown_table(SUMMARY, [row for _, row in sorted(rows)])
 
 
 def _ratio(c: Compared) -> str:
@@ -135,11 +136,11 @@ def markdown(record: Record) -> str:
         origin(record),
         "What the plugin said when it was on:",
         "\n".join(said),
-        _markdown(BRIEF, brief(record)),
-        _markdown(HEADER, lines(record)),
+        markdown_table(BRIEF, brief(record)),
+        markdown_table(HEADER, lines(record)),
     ]
     if rows := first(record):
-        parts += ["Until the first token:", _markdown(FIRST, rows)]
+        parts += ["Until the first token:", markdown_table(FIRST, rows)]
     if kernels := compiled(record):
         parts += ["Compiled while measured:", "\n".join(f"- {text}" for text in kernels)]
     if record.ended != "complete":
@@ -147,5 +148,8 @@ def markdown(record: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table. A cell keeps to its place: of its characters, a | is escaped and a line's end is a space."""
+    lines = [[re.sub(r"\s*\n\s*", " ", cell).replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from dsafuse import stopping
 from dsafuse.vllm.arm import ENVIRONMENT
 
 # (arm, work done, work in all, what it is doing)
@@ -108,6 +109,7 @@ class Arm(Generic[C]):
                 stderr=log,
                 env=self._environment,
                 text=True,
+                start_new_session=True,
             )
         assert self.process.stdin is not None
         # A process that is dead already takes no job; its exit code and its log say why.
@@ -117,14 +119,13 @@ class Arm(Generic[C]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        stopping.end(self.process)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.put(json.loads(line))
+        self.process.wait()
         self.events.put(None)
 
     def hear(self, event: dict[str, Any]) -> str:
@@ -153,12 +154,13 @@ class Arm(Generic[C]):
 def serve(arms: Sequence[Arm[C]], report: Report, deadline: float) -> list[str]:
     """Run the arms side by side until all have ended, or time.monotonic() passes the deadline.
 
-    Returns what went wrong. No process outlives the call.
+    Returns what went wrong. No process outlives the call, nor does any that it started; a signal that stops us acts
+    behind it.
     """
     problems: list[str] = []
-    with ExitStack() as stack:
+    with stopping.held() as stopped, ExitStack() as stack:
         running = [stack.enter_context(arm) for arm in arms]
-        while running:
+        while running and not stopped():
             if time.monotonic() > deadline:
                 return [*problems, *(f"the {arm.name} arm did not end in time" for arm in running)]
             for arm in list(running):

@@ -1,0 +1,94 @@
+"""Being stopped, and stopping others: signals that end this process, and processes that must not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+GRACE_SECONDS = 15.0
+"""What processes get to be gone after they were asked, or killed."""
+
+Handler = Callable[[int, Any], object]
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Hand Ctrl-C, SIGTERM (a time limit) and SIGHUP (the terminal has gone) to a handler.
+
+    One that this process was started to ignore, as under nohup, stays ignored. Only the main thread has handlers:
+    elsewhere nothing is handed over.
+    """
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)  # Windows has no SIGHUP
+                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Let each of them do what Ctrl-C does: KeyboardInterrupt, so that all is put in order."""
+    with handling(signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def held() -> Iterator[Callable[[], bool]]:
+    """Hold the signals back, and let the first act behind the block; yields whether one came.
+
+    An exception between the start of a process and the line that remembers it would leave one that nobody ends.
+    """
+    came: list[int] = []
+    try:
+        with handling(lambda number, _: came.append(number)):
+            yield lambda: bool(came)
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+def end(leader: subprocess.Popen[str], deadline: float = 0.0) -> None:
+    """Wait for the leader of a session until time.monotonic() passes the deadline; then kill all that is left of it.
+
+    When it returns, none of its group runs. A zombie runs no more, whenever init collects it.
+    """
+    with suppress(subprocess.TimeoutExpired):
+        leader.wait(max(0.0, deadline - time.monotonic()))
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+    patience = time.monotonic() + GRACE_SECONDS
+    while running(leader.pid) and time.monotonic() < patience:
+        time.sleep(0.01)
+
+
+def running(group: int) -> bool:
+    """Whether any process of a group has yet to end."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    states = [_state(path, group) for path in Path("/proc").glob("[0-9]*/stat")]
+    return not states or any(state not in (None, "Z", "X") for state in states)  # without /proc zombies count
+
+
+def _state(stat: Path, group: int) -> str | None:
+    """The state of a process of this group; None for any other, and for one that has gone meanwhile."""
+    try:
+        state, _, of = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+    except OSError:
+        return None
+    return state if int(of) == group else None
