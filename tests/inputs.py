@@ -161,15 +161,24 @@ SHARED = ("positions", "fp8_dtype", "rounding")
 """Arguments that both families read under one name."""
 
 
-def qk_call(tokens: int = 5, heads: int = 3, *, index: bool = True, **options: Any) -> Call:
-    """Arguments of `prepare_qk`, out of the builders above; without `index` a layer that has no indexer."""
+def topk_rows(tokens: int, topk: int) -> torch.Tensor:
+    """Guarded rows of `topk` indices, padded, two more of them than tokens."""
+    return guarded((tokens + 2, topk), torch.int32, (topk + 8, 1))
+
+
+def qk_call(tokens: int = 5, heads: int = 3, *, index: bool = True, topk: int = 0, **options: Any) -> Call:
+    """Arguments of `prepare_qk`, out of the builders above; without `index` a layer that has no indexer.
+
+    topk: indices in a row to clear; 0 for no rows.
+    """
     mla = mla_call(tokens, heads, **{k: v for k, v in options.items() if k not in INDEX_ONLY})
     if not index:
         return mla
     options = {k: v for k, v in options.items() if k not in MLA_ONLY}
     style = {"rope_style": options.pop("index_rope_style")} if "index_rope_style" in options else {}
     indexer = indexer_call(tokens, options.pop("index_heads", heads), **style, **options)
-    return mla | {f"index_{name}": value for name, value in indexer.items() if name not in SHARED}
+    mla |= {f"index_{name}": value for name, value in indexer.items() if name not in SHARED}
+    return mla | {"topk_indices": topk_rows(tokens, topk)} if topk else mla
 
 
 def queries_call(tokens: int = 5, heads: int = 3, **options: Any) -> Call:
@@ -195,7 +204,7 @@ def latents_call(tokens: int = 5, heads: int = 3, *, width: int = 192, topk: int
         "q_norm_eps": 1e-6,
         "kv_norm_weight": (1.0 + 0.1 * torch.randn(512, generator=g)).bfloat16(),
         "kv_norm_eps": 1e-5,
-        "topk_indices": guarded((tokens + 2, topk), torch.int32, (topk + 8, 1)),
+        "topk_indices": topk_rows(tokens, topk),
         "q_c_out": guarded((tokens, width), activation, (width + 24, 1)),
         "kv_c_out": guarded((tokens, 512), activation, (520, 1)),
         "k_pe_out": guarded((tokens, 64), activation, (72, 1)),

@@ -173,6 +173,7 @@ OPCHECKS: dict[str, tuple[str, Call]] = {
     "mla fp8 fp16, k_pe with two axes": ("mla", mla_call(3, layout="fp8", activation=torch.float16, seed=1)),
     "mla fp8_ds_mla, fp8 query": ("mla", mla_call(3, query=FN)),
     "prepare_qk": ("qk", qk_call(3)),
+    "prepare_qk that clears top-k rows": ("qk", qk_call(3, topk=40)),
     "prepare_qk without an indexer, fp8 query": ("qk", qk_call(3, index=False, query=FN)),
     "prepare_latents": ("latents", latents_call(3)),
     "prepare_latents without an indexer": ("latents", latents_call(3, index=False, seed=1)),

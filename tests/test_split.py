@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsafuse import split, torch_steps
-from tests.inputs import FN, OPS, Call, call_of, indexer_call, mla_call, run
+from tests.inputs import FN, OPS, Call, call_of, indexer_call, mla_call, qk_call, run
 
 MLA_STEPS = ["rotate", "concat_query", "write_latent"]
 INDEXER_STEPS = ["norm_key", "rotate", "quantise_index_query", "fold_weights", "write_key"]
@@ -28,7 +28,7 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, .
 
         return step
 
-    names = (*MLA_STEPS, "quantise_query", *INDEXER_STEPS)
+    names = (*MLA_STEPS, "quantise_query", *INDEXER_STEPS, "clear_topk")
     steps = SimpleNamespace(**{name: watched(name) for name in names})
     monkeypatch.setattr(split, "steps_for", lambda _device: steps)
     return taken
@@ -40,8 +40,9 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, .
         ("mla", mla_call(2, layout="plain"), MLA_STEPS),
         ("mla", mla_call(2, query=FN), [*MLA_STEPS[:2], "quantise_query", *MLA_STEPS[2:]]),
         ("indexer", indexer_call(2), INDEXER_STEPS),
+        ("qk", qk_call(2, topk=40), ["clear_topk", *MLA_STEPS, *INDEXER_STEPS]),
     ],
-    ids=["mla", "mla with an fp8 query", "indexer"],
+    ids=["mla", "mla with an fp8 query", "indexer", "prepare_qk that clears top-k rows"],
 )
 def test_the_chain_takes_one_step_for_each_launch_of_an_engine(
     op: str, call: Call, names: list[str], steps_taken: list[tuple[str, tuple[Any, ...]]]

@@ -69,20 +69,27 @@ def test_what_is_asked_for_is_all_that_is_compiled(asked: list[tuple[Any, ...]])
     )
     configs = list(dict.fromkeys(each.config for each in done.compiled))
     assert done.compiled == tuple(Compiled("prepare_qk", config, row) for config in configs for row in (16, 1))
-    first, second = configs
+    first, kept, second = configs
+    assert kept == replace(first, clear_topk=None)
     assert (first.latent_q, first.latent_kv) == (second.latent_q, second.latent_kv)
     assert (first.activation, first.fp8, first.rounding) == (torch.float16, torch.float8_e4m3fnuz, "fp32")
     assert (first.latent_q.heads, first.latent_q.query) == (12, torch.float8_e4m3fnuz)
     assert (first.latent_kv.layout, first.latent_kv.block_size) == ("fp8", 32)
     assert (first.index_k.layout, first.index_k.block_size, first.index_q.heads) == ("tiled16", 32, 32)
-    assert (second.index_q, second.index_k) == (None, None)
+    assert (second.index_q, second.index_k, second.clear_topk) == (None, None, None)
 
 
-def test_top_k_rows_are_cleared_by_layers_with_an_indexer_alone(asked: list[tuple[Any, ...]]) -> None:
-    done = warm_up("glm-5.2", "sm_90", ops=["prepare_latents"], layers=["indexed", "unindexed"])
-    assert {(each.config.index_k is not None, each.config.norm_q.topk) for each in done.compiled} == {
-        (True, 2048),
-        (False, 0),
+@pytest.mark.parametrize(("op", "indexed"), [("prepare_latents", {2048}), ("prepare_qk", {2048, None})])
+def test_top_k_rows_are_cleared_by_layers_with_an_indexer_alone(
+    op: str, indexed: set[int | None], asked: list[tuple[Any, ...]]
+) -> None:
+    """prepare_qk stands where an engine may clear them by itself."""
+    done = warm_up("glm-5.2", "sm_90", ops=[op], layers=["indexed", "unindexed"])
+    assert {
+        (c.index_k is not None, c.clear_topk and c.clear_topk.width) for c in (k.config for k in done.compiled)
+    } == {
+        *((True, topk) for topk in indexed),
+        (False, None),
     }
 
 

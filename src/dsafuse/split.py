@@ -54,7 +54,9 @@ def run(op: str, arguments: Arguments, config: Config, steps: ModuleType | None 
             roles.check_addresses(named["kv_cache"], named["slot_mapping"], positions, table, named.prefix)
     steps = steps or steps_for(positions.device)
     if config.norm_q is not None:
-        _norm_q(arguments, steps)
+        steps.rms_norm(arguments["q_c"], arguments["q_norm_weight"], arguments["q_norm_eps"], arguments["q_c_out"])
+    if config.clear_topk is not None:
+        steps.clear_topk(arguments["topk_indices"], len(positions))
     if config.latent_q is not None or config.latent_kv is not None:
         _latent(arguments, config, steps)
     if config.index_q is not None or config.index_k is not None:
@@ -64,13 +66,6 @@ def run(op: str, arguments: Arguments, config: Config, steps: ModuleType | None 
 def _kept(config: Config) -> torch.dtype:
     """The dtype that intermediates have in memory."""
     return config.activation if config.rounding == Rounding.SPLIT else torch.float32
-
-
-def _norm_q(a: Arguments, steps: ModuleType) -> None:
-    """RMSNorm of q_c; the top-k rows cleared."""
-    steps.rms_norm(a["q_c"], a["q_norm_weight"], a["q_norm_eps"], a["q_c_out"])
-    if a["topk_indices"] is not None:
-        steps.clear_topk(a["topk_indices"], len(a["q_c"]))
 
 
 def _latent(a: Arguments, config: Config, steps: ModuleType) -> None:

@@ -62,7 +62,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 def clear_topk(topk_indices: torch.Tensor, tokens: int) -> None:
     """topk_indices[:tokens] = -1."""
-    topk_indices[:tokens] = -1
+    roles.clear_topk(topk_indices, tokens)
 
 
 def norm_key(k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor) -> None:

@@ -173,10 +173,9 @@ def warm_up(
             scale_rule=scale_rule,
             rounding=rounding,
             dtypes=dtypes,
+            clear_topk=layer == "indexed",  # any other uses what another layer chose
         )
-        if layer == "unindexed":  # it uses what another layer chose, and clears nothing
-            call.pop("topk_indices", None)
-        for variant in (call, *_rotary_part_alone(op, call, query)):
+        for variant in (call, *_rotary_part_alone(op, call, query), *_clearing_nothing(call)):
             try:
                 arguments, config = op.resolve(**variant)
             except ValueError as error:
@@ -199,6 +198,21 @@ def _rotary_part_alone(op: Op[..., Any], call: dict[str, Any], query: str) -> li
     return [call | {"q_nope": None}] if optional and query == "activation" else []
 
 
+<<<<<<< HEAD
+=======
+def _clearing_nothing(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """The call of prepare_qk, which has top-k rows, but no q_c, for an engine that clears these rows itself."""
+    return [call | {"topk_indices": None}] if call.get("topk_indices") is not None and "q_c" not in call else []
+
+
+def planned_tokens(device: torch.device, most: int) -> list[int]:
+    """Token counts, the last of them `most`, that together meet every launch plan of a GPU for up to so many tokens."""
+    by_vendor: Any = importlib.import_module("dsafuse.kernels.plans").PLANS
+    plans = by_vendor[Target.of(device).vendor].values()
+    return sorted({most, *(limit for plan in plans for limit, _ in plan if limit < most)})
+
+
+>>>>>>> 594a8d5 (prepare_qk clears the rows of top-k indices; on vLLM 0.26 the indexer's op is told so: one launch fewer a layer)
 def _shape(model: str | ModelShape) -> ModelShape:
     if isinstance(model, str):
         _expect("model", [model], MODELS)
@@ -255,8 +269,12 @@ def meta_call(
     scale_rule: str = "ue8m0",
     rounding: str = "split",
     dtypes: Mapping[str, torch.dtype] | None = None,
+    clear_topk: bool = True,
 ) -> dict[str, Any]:
-    """A call as an engine makes it, on the meta device: the absorbed query transposed, the latents slices."""
+    """A call as an engine makes it, on the meta device: the absorbed query transposed, the latents slices.
+
+    clear_topk: whether it has top-k rows to clear, where the op takes them.
+    """
     fp8 = torch.float8_e4m3fnuz if target.fp8 == {torch.float8_e4m3fnuz} else torch.float8_e4m3fn
     held = {**dict.fromkeys(ACTIVATIONS, activation), **DTYPES, **(dtypes or {})}
 
@@ -294,7 +312,7 @@ def meta_call(
         "q_norm_eps": 1e-6,
         "kv_norm_weight": empty("kv_norm_weight", LATENT_DIM),
         "kv_norm_eps": 1e-6,
-        "topk_indices": _far(tokens, shape.index_topk),
+        "topk_indices": _far(tokens, shape.index_topk) if clear_topk else None,
         "rope_style": str(shape.mla_rope_style),
         "kv_layout": kv_layout,
         "scale_rule": scale_rule,

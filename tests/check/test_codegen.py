@@ -16,6 +16,7 @@ from dsafuse.check.codegen import Kernel, Report
 from dsafuse.check.floors import Floors, write
 from dsafuse.kernels import launch, plans
 from dsafuse.layouts import LATENT_DIM, QUERY_DIM
+from dsafuse.models import MODELS
 from dsafuse.target import Target
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "codegen.toml"
@@ -34,6 +35,7 @@ SUBSET = [
     Kernel("gfx950", MLA, "plain", FULL),
     Kernel("gfx942", MLA, "chain", FULL),
     Kernel("sm_100", "prepare_qk", "fp8", RANK),
+    *(Kernel(target, "prepare_qk", "top-k rows", FULL) for target in TESTED),
 ]
 """Every target, op and role once or more, in well under a minute; `dsafuse codegen --check` compiles all."""
 
@@ -89,6 +91,16 @@ def test_the_latent_path_moves_wide_pieces(target: str) -> None:
         sum(width * count for width, count in report.loads.items() if width >= 16) >= 2 * LATENT_DIM // report.threads
     )
     assert sum(width * count for width, count in report.stores.items() if width >= 8) >= LATENT_DIM // report.threads
+
+
+@pytest.mark.parametrize("target", TESTED)
+def test_top_k_rows_are_cleared_by_stores_of_16_bytes_and_cost_no_register(target: str) -> None:
+    without, cleared = (
+        of_most_tokens(Kernel(target, "prepare_qk", variant, FULL)) for variant in ("fp8", "top-k rows")
+    )
+    row_bytes = 4 * MODELS["deepseek-v3.2"].index_topk
+    assert cleared.stores[16] - without.stores.get(16, 0) == row_bytes // cleared.threads // 16
+    assert (cleared.registers, cleared.shared_bytes) == (without.registers, without.shared_bytes)
 
 
 @pytest.mark.parametrize("target", TESTED)

@@ -17,7 +17,7 @@ from tests.check.made import indexer, latents, mla
 CPU = torch.device("cpu")
 MLA = mla(tokens=5, heads=3, layout="fp8_ds_mla", query="fp8", out="wide", cache_strides="gaps", slot_rule="negative")
 INDEX = indexer(tokens=5, index_heads=3, out="wide", index_cache_strides="gaps")
-LATENTS = latents(tokens=5, q_width=96, out="wide", layout="fp8_ds_mla", cache_strides="gaps")
+LATENTS = latents(tokens=5, q_width=96, topk="narrow", out="wide", layout="fp8_ds_mla", cache_strides="gaps")
 
 
 def arms(case):

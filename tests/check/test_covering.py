@@ -4,7 +4,18 @@ from itertools import combinations
 
 import pytest
 
-from dsafuse.check.cases import CHOICES, COUNTS, INDEXER, MLA, PREPARE_LATENTS, PREPARE_QK, ROLES, Case, fields_of
+from dsafuse.check.cases import (
+    CHOICES,
+    COUNTS,
+    INDEXER,
+    MLA,
+    PREPARE_LATENTS,
+    PREPARE_QK,
+    ROLES,
+    Case,
+    fields_of,
+    roles_without_index,
+)
 from dsafuse.check.covering import pairs, pairwise
 from dsafuse.check.sets import JOINED, SETS, axes, case_set, each_value
 from dsafuse.registry import OPS
@@ -68,11 +79,12 @@ def test_case_sets_cover_every_pair_of_their_axes(op, target, which):
 def test_every_value_also_meets_a_layer_without_an_indexer(op):
     target = Target.named("sm_90")
     absent = [case for case in case_set(op, "quick", target) if case.index == "absent"]
-    own = [name for name in fields_of(op, ROLES[op] - {"index_q", "index_k"}) if name in axes(op, "quick", target)]
+    own = [name for name in fields_of(op, roles_without_index(op)) if name in axes(op, "quick", target)]
     if op in (MLA, INDEXER):
         assert absent == []
         return
     assert all(not case.roles & {"index_q", "index_k"} for case in absent)
+    assert {case.topk for case in absent} == ({"absent", "narrow", "wide"} if op == PREPARE_LATENTS else {"absent"})
     for name in own:
         assert {getattr(case, name) for case in absent} == set(axes(op, "quick", target)[name])
 
@@ -96,7 +108,7 @@ def test_the_other_ops_have_the_axes_that_are_their_own():
     assert set(latents["topk"]) == {"absent", "narrow", "wide"}
     assert set(latents["key_outs"]) == {"given", "absent"}
     both = axes(PREPARE_QK, "quick", Target.named("cpu"))
-    assert {"slot_rule", "index_slot_rule", "block_size", "index_page"} <= set(both)
+    assert {"slot_rule", "index_slot_rule", "block_size", "index_page", "topk"} <= set(both)
     assert {layout for layout, _ in both["index_page"]} == {"flat", "tiled16"}
 
 

@@ -30,7 +30,8 @@ def test_every_case_resolves_as_it_says(op):
     for case in case_set(op, "quick", Target.named("cpu")):
         arguments = {**draw_inputs(case, 0, CPU).cleaned, **blank_outputs(case, 0, CPU).arguments}
         _, config = OPS[op].resolve(**arguments)
-        roles = {name for name in ("latent_q", "latent_kv", "index_q", "index_k", "norm_q") if getattr(config, name)}
+        known = ("latent_q", "latent_kv", "index_q", "index_k", "norm_q", "clear_topk")
+        roles = {name for name in known if getattr(config, name)}
         assert roles == case.roles
         if config.latent_q:
             assert (config.latent_q.heads, config.latent_q.rope_style) == (case.heads, case.rope_style)
@@ -98,11 +99,12 @@ def test_slot_rules_of_each_cache(rule):
     assert bool(((inputs.cleaned["positions"] >= 0) & (inputs.cleaned["positions"] < 300)).all())
 
 
-def test_rows_to_clear_are_more_than_the_tokens_and_padded():
-    topk = blank_outputs(latents(topk="narrow"), 0, CPU).arguments["topk_indices"]
+@pytest.mark.parametrize("of", [latents, qk])
+def test_rows_to_clear_are_more_than_the_tokens_and_padded(of):
+    topk = blank_outputs(of(topk="narrow"), 0, CPU).arguments["topk_indices"]
     assert topk.shape == (9, 33)
     assert topk.stride(0) > 33
-    assert "topk_indices" not in blank_outputs(latents(topk="absent"), 0, CPU).arguments
+    assert "topk_indices" not in blank_outputs(of(topk="absent"), 0, CPU).arguments
 
 
 def test_ties_lie_between_two_codes():

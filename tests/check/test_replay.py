@@ -15,7 +15,8 @@ CASES = [
     mla(tokens=3, heads=2, query="fp8", layout="fp8", out="wide", slot_rule="negative"),
     indexer(tokens=3, index_heads=2, index_slot_rule="short"),
     qk(tokens=3, heads=2, index_heads=2, layout="fp8_ds_mla", slot_rule="negative", index_slot_rule="short"),
-    latents(tokens=3, layout="fp8", out="odd", index="absent"),
+    qk(tokens=3, heads=1, index_heads=1, topk="narrow"),
+    latents(tokens=3, layout="fp8", out="odd", index="absent", topk="narrow"),
     latents(tokens=3, layout="plain", key_outs="absent", topk="absent"),
 ]
 QUERIES = queries(tokens=3, heads=2, index_heads=2, query="fp8")

@@ -18,8 +18,8 @@ from tests.check.made import EVERY_OP, indexer, latents, mla, qk, queries
 CPU = torch.device("cpu")
 MLA = mla(tokens=4, heads=3, query="fp8", layout="fp8")
 INDEX = indexer(tokens=4, index_heads=3)
-QK = qk(tokens=3, heads=3, index_heads=3, query="fp8", layout="fp8_ds_mla", slot_rule="negative")
-LATENTS = latents(tokens=4, q_width=96, layout="fp8", index_slot_rule="short")
+QK = qk(tokens=3, heads=3, index_heads=3, query="fp8", layout="fp8_ds_mla", slot_rule="negative", topk="narrow")
+LATENTS = latents(tokens=4, q_width=96, topk="narrow", layout="fp8", index_slot_rule="short")
 QUERIES = queries(tokens=4, heads=3, index_heads=3)
 BEYOND = (
     replace(MLA, slot_rule="beyond"),
@@ -144,9 +144,15 @@ def test_a_wrong_output_of_the_latent_seam_is_found(monkeypatch, name):
     assert any(name in reason for reason in only(replace(LATENTS, index="absent")).reasons)
 
 
-def test_a_row_cleared_beyond_the_tokens_is_found(monkeypatch):
-    sabotage(monkeypatch, lambda a: a["topk_indices"][-1].fill_(-1))
-    assert any("topk_indices" in reason for reason in only(LATENTS).reasons)
+@pytest.mark.parametrize("case", [QK, LATENTS])
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_row_not_cleared_or_cleared_beyond_the_tokens_is_found(monkeypatch, case, row):
+    def change(a):
+        if "topk_indices" in a:  # prepare_qk's two ops, which run beside it, have none
+            a["topk_indices"][row] = -1 if row else 0
+
+    sabotage(monkeypatch, change)
+    assert any("topk_indices" in reason for reason in only(case).reasons)
 
 
 def test_a_cache_guarded_by_the_other_caches_slots_is_found(monkeypatch):

@@ -74,7 +74,7 @@ def recorded(op: str, call: dict[str, Any], *, gpu: str, monkeypatch: pytest.Mon
 FULL_CALLS = {
     "mla": lambda: mla_call(layout="fp8", query=FN),
     "indexer": lambda: indexer_call(eps=0.25),
-    "qk": lambda: qk_call(layout="fp8", query=FN, index_heads=4) | {"index_eps": 0.25},
+    "qk": lambda: qk_call(layout="fp8", query=FN, index_heads=4, topk=40) | {"index_eps": 0.25},
     "latents": lambda: latents_call(layout="fp8") | {"index_eps": 0.25},
     "queries": lambda: queries_call(query=FN),
 }
@@ -118,6 +118,19 @@ def test_every_kernel_argument_is_bound_under_its_own_name(op: str, monkeypatch:
     assert bound["tokens"] == len(arguments["positions"])
     checked.add("tokens")
     assert all(name.isupper() for name in parameters.keys() - checked)
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 257])
+@pytest.mark.parametrize(("gpu", "group"), [("sm_90", 0), ("gfx950", 4)])
+def test_rows_that_no_norm_clears_have_programs_of_their_own(
+    gpu: str, group: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared, kept = (qk_call(tokens, topk=topk) for topk in (40, 0))
+    (more, bound, _, _), (fewer, other, _, _) = (
+        recorded("qk", c, gpu=gpu, monkeypatch=monkeypatch) for c in (cleared, kept)
+    )
+    assert (bound["TOPK"], bound["NORM_ROWS"], other["NORM_ROWS"]) == (40, 1, 0)
+    assert more[0] - fewer[0] == (-(-tokens // group) * group if group else tokens)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -196,7 +209,7 @@ WORK = {
 @pytest.mark.parametrize("op", EVERY_OP)
 def test_plans_are_told_by_the_work_of_a_call(op: str) -> None:
     given = FULL_CALLS[op]()
-    without = {name: value for name, value in given.items() if not name.startswith("index_")}
+    without = {name: value for name, value in given.items() if not name.startswith(("index_", "topk_"))}
     for call, work in zip((given, without), WORK[op]):
         _, config = EVERY_OP[op].resolve(**call)
         assert plans.plan_of(Target.named("sm_90"), config) is plans.PLANS["nvidia"][work]
@@ -390,6 +403,18 @@ def test_what_a_kernel_is_compiled_for_makes_it_another(others: dict[str, Any], 
     for compiled, each in enumerate((call, call | others, call), start=1):
         EVERY_OP["latents"](**each)
         assert gpu.compiled == min(compiled, 2)
+
+
+def test_a_call_that_clears_is_another_kernel_and_another_known_call(gpu: Gpu) -> None:
+    clears, leaves = qk_call(3, topk=40), qk_call(3)
+    moved = clears | {"topk_indices": qk_call(3, topk=40)["topk_indices"]}
+    assert not gpu.knows(lambda: EVERY_OP["qk"](**clears))
+    for call in (clears, moved):
+        assert gpu.knows(lambda: EVERY_OP["qk"](**call))  # noqa: B023
+        assert gpu.address("topk_ptr") == call["topk_indices"].data_ptr()
+    assert not gpu.knows(lambda: EVERY_OP["qk"](**leaves))
+    assert all(gpu.knows(lambda: EVERY_OP["qk"](**call)) for call in (clears, leaves))  # noqa: B023
+    assert gpu.compiled == 2
 
 
 def test_a_checked_call_that_the_driver_refuses_is_launched_through_triton(gpu: Gpu) -> None:

@@ -19,7 +19,7 @@ from tests.inputs import EVERY_OP, FN, Call, indexer_call, latents_call, mla_cal
 CALLS: dict[str, Callable[[], Call]] = {
     "mla": lambda: mla_call(layout="fp8", query=FN),
     "indexer": lambda: indexer_call(eps=0.25),
-    "qk": lambda: qk_call(layout="fp8", query=FN),
+    "qk": lambda: qk_call(layout="fp8", query=FN, topk=40),
     "latents": lambda: latents_call(layout="fp8"),
     "queries": lambda: queries_call(query=FN),
 }

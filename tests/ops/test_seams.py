@@ -37,6 +37,7 @@ PROVIDERS = pytest.mark.parametrize("provider", ["oracle", "split", "interpreter
 EVERY_SEAM = pytest.mark.parametrize("op", SEAMS)
 NORMED = ("q_c_out", "kv_c_out", "kv_cache")
 """What a RMSNorm's sum, which has an order of its own, reaches."""
+OPTIONAL_OUTPUTS = {"qk": ("topk_indices",), "latents": ("kv_c_out", "k_pe_out", "topk_indices")}
 
 
 def slots(*values: int) -> torch.Tensor:
@@ -97,6 +98,20 @@ def test_every_provider_gives_the_oracles_bytes(op: str, case: dict[str, Any], p
     call = call_of(op, case.get("tokens", 4), **{k: v for k, v in case.items() if k != "tokens"}, seed=len(str(case)))
     got, want = run(op, provider, call), run(op, "oracle", call)
     (assert_same_but_norms if op == "latents" else assert_same_memory)(got, want)
+
+
+CLEARING: dict[str, dict[str, Any]] = {
+    "one index a token, a query of one head": {"topk": 1, "heads": 1},
+    "odd, one token": {"topk": 33, "tokens": 1},
+    "an engine's": {"topk": 2048, "layout": "fp8", "query": FN},
+}
+
+
+@pytest.mark.parametrize("provider", ["split", "interpreter"])
+@pytest.mark.parametrize("case", CLEARING.values(), ids=CLEARING)
+def test_prepare_qk_that_clears_gives_the_oracles_bytes(case: dict[str, Any], provider: str) -> None:
+    call = qk_call(**{"tokens": 7} | case)
+    assert_same_memory(run("qk", provider, call), run("qk", "oracle", call))
 
 
 @PROVIDERS
@@ -206,23 +221,31 @@ def test_what_is_handed_out_is_written_whatever_the_slots_are(provider: str) -> 
 
 
 @PROVIDERS
-@pytest.mark.parametrize("absent", ["kv_c_out", "k_pe_out", "topk_indices"])
-def test_an_output_that_is_not_asked_for_changes_no_other(absent: str, provider: str) -> None:
-    call = latents_call(3)
-    want = run("latents", provider, call)
-    got = run("latents", provider, call | {absent: None})
+@pytest.mark.parametrize(("op", "absent"), [(op, name) for op, names in OPTIONAL_OUTPUTS.items() for name in names])
+def test_an_output_that_is_not_asked_for_changes_no_other(op: str, absent: str, provider: str) -> None:
+    call = call_of(op, 3, topk=40)
+    want = run(op, provider, call)
+    got = run(op, provider, call | {absent: None})
     assert_same_memory(got, {name: value for name, value in want.items() if name != absent})
 
 
 @PROVIDERS
 @pytest.mark.parametrize("topk", [1, 40, 64])
-def test_the_tokens_rows_of_top_k_are_cleared_and_no_other(topk: int, provider: str) -> None:
-    call = latents_call(3, topk=topk)
-    done = run("latents", provider, call)["topk_indices"]
+@pytest.mark.parametrize("op", ["qk", "latents"])
+def test_the_tokens_rows_of_top_k_are_cleared_and_no_other(op: str, topk: int, provider: str) -> None:
+    call = call_of(op, 3, topk=topk)
+    done = run(op, provider, call)["topk_indices"]
     assert bool((done[:3] == -1).all())
     storage = storage_bytes(done)
     done[:3] = 0x5A5A5A5A
     assert storage.unique().tolist() == [0x5A]
+
+
+@PROVIDERS
+@pytest.mark.parametrize("op", ["qk", "latents"])
+def test_rows_of_top_k_are_cleared_whatever_the_slots_are(op: str, provider: str) -> None:
+    call = call_of(op, 3, topk=40) | {"slot_mapping": slots(-1), "index_slot_mapping": slots(-1, -1)}
+    assert bool((run(op, provider, call)["topk_indices"][:3] == -1).all())
 
 
 @PROVIDERS
@@ -319,10 +342,16 @@ def test_an_indexer_given_in_part_is_refused(op: str, name: str) -> None:
     refuse(op, none | {name: whole[name]}, ValueError, rf"^{name}: got a value, expected index_[qk] and it to be both")
 
 
-@pytest.mark.parametrize("name", ["index_q_out", "index_weights_out"])
-@pytest.mark.parametrize("op", ["qk", "queries"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *((op, name) for op in ("qk", "queries") for name in ("index_q_out", "index_weights_out")),
+        ("qk", "topk_indices"),
+    ],
+)
 def test_an_index_output_without_an_indexer_is_refused(op: str, name: str) -> None:
-    call = call_of(op, 2, index=False) | {name: call_of(op, 2)[name]}
+    whole = call_of(op, 2, **({"topk": 40} if op == "qk" else {}))
+    call = call_of(op, 2, index=False) | {name: whole[name]}
     refuse(op, call, ValueError, rf"^{name}: got a value, expected None without index_q")
 
 
@@ -435,23 +464,47 @@ BAD: dict[str, tuple[str, Any, type[Exception], str]] = {
         ValueError,
         r"^k_pe_out: got shape \(5, 32\)",
     ),
-    "too few top-k rows": (
+    "too few top-k rows, latents": (
         "latents",
         lambda _: {"topk_indices": guarded((4, 8), torch.int32)},
         ValueError,
         r"^topk_indices: got 4 rows, exp.*=5",
     ),
-    "64-bit top-k rows": (
+    "too few top-k rows, qk": (
+        "qk",
+        lambda _: {"topk_indices": guarded((4, 8), torch.int32)},
+        ValueError,
+        r"^topk_indices: got 4 rows, exp.*=5",
+    ),
+    "64-bit top-k rows, latents": (
         "latents",
         lambda _: {"topk_indices": guarded((5, 8), torch.int64)},
         TypeError,
         r"^topk_indices: got torch.int64, exp",
     ),
-    "top-k rows that share memory": (
+    "64-bit top-k rows, qk": (
+        "qk",
+        lambda _: {"topk_indices": guarded((5, 8), torch.int64)},
+        TypeError,
+        r"^topk_indices: got torch.int64, exp",
+    ),
+    "top-k rows that share memory, latents": (
         "latents",
         lambda _: {"topk_indices": guarded((5, 8), torch.int32, (0, 1))},
         ValueError,
         r"^topk_indices: got strides",
+    ),
+    "top-k rows that share memory, qk": (
+        "qk",
+        lambda _: {"topk_indices": guarded((5, 8), torch.int32, (0, 1))},
+        ValueError,
+        r"^topk_indices: got strides",
+    ),
+    "top-k rows over q_out": (
+        "qk",
+        lambda c: {"topk_indices": storage_bytes(c["q_out"])[:160].view(torch.int32).view(5, 8)},
+        ValueError,
+        r"got memory that overlaps (topk_indices|q_out)",
     ),
     "index_q_out overlapping q_out": (
         "qk",

@@ -171,6 +171,11 @@ RUNS: dict[str, tuple[list[str], dict[str, str], dict[str, dict[str, Any]]]] = {
                     "indexer paired otherwise",
                 )
             },
+            # Rows wider than their contexts.
+            **{
+                f"v32-all, {change}": {"model": "v32-all", "change": change}
+                for change in ("top-k stale", "top-k not cleared")
+            },
             "v32, mla not written": {"model": "v32", "change": "mla not written"},
             "v32, indexer not written": {"model": "v32", "change": "indexer not written"},
         },

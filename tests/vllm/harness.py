@@ -72,6 +72,16 @@ def flat_table(op: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
+def stale_choice(op: Callable[..., Any], *, cleared: bool) -> Callable[..., Any]:
+    """The top-k rows hold the positions of a longer context, and vLLM's indexer op is told that they are clear."""
+
+    def call(*args: Any, topk_indices: torch.Tensor, **kwargs: Any) -> Any:
+        topk_indices.copy_(torch.arange(topk_indices.shape[1]).expand_as(topk_indices))
+        return op(*args, topk_indices=topk_indices if cleared else None, **kwargs)
+
+    return call
+
+
 # name: (MLA op, indexer op, both in one)
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "none": (MLA, INDEXER, JOINT),
@@ -80,6 +90,8 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., A
     "mla not written": (dropped_write(MLA, MLA_SLOTS), INDEXER, dropped_write(JOINT, MLA_SLOTS)),
     "indexer not rotated": (MLA, not_rotated(INDEXER, INDEXER_POSITIONS), flat_table(JOINT, JOINT_INDEXER_TABLE)),
     "indexer paired otherwise": (MLA, other_pairing(INDEXER), other_pairing(JOINT, "index_rope_style")),
+    "top-k stale": (MLA, INDEXER, stale_choice(JOINT, cleared=True)),
+    "top-k not cleared": (MLA, INDEXER, stale_choice(JOINT, cleared=False)),
     "indexer not written": (MLA, dropped_write(INDEXER, INDEXER_SLOTS), dropped_write(JOINT, JOINT_INDEXER_SLOTS)),
 }
 

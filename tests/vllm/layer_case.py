@@ -15,6 +15,7 @@ from dsafuse.vllm.buffers import QueryBuffer
 HEADS, INDEX_HEADS, BLOCK_SIZE = 4, 8, 16
 TOKENS, ACTUAL = 6, 4
 POISON = 77.0
+STALE = 5
 FP8 = torch.float8_e4m3fn
 NAME, INDEXER = "layer", "layer.indexer"
 
@@ -114,6 +115,8 @@ class Case:
         self.output = torch.full((tokens, heads * 8), POISON)
         self.index_q_out = torch.full((tokens, INDEX_HEADS, 128), 1.0).to(FP8)
         self.weights_out = torch.full((tokens, INDEX_HEADS), POISON)
+        # Of vLLM's op: rows for the most tokens of a batch, more than this one's.
+        self.topk: torch.Tensor | None = torch.full((tokens + 2, 8), STALE, dtype=torch.int32)
         self.ops, self.launches = layer_ops, launches
         self.index_layer = SimpleNamespace(dsafuse=launches.IndexLayer(index, self.blocks))
         monkeypatch.setattr(layer_ops, "get_attention_context", self._context)
@@ -153,6 +156,7 @@ class Case:
             self.index_table,
             self.index_q_out,
             self.weights_out,
+            self.topk,
             NAME,
         )
 

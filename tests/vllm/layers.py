@@ -34,7 +34,12 @@ def indexer() -> Any:
         n_head_scale=0.5,
         k_norm=SimpleNamespace(eps=1e-6),
         k_cache=SimpleNamespace(uses_shuffled_layout=False),
-        indexer_op=SimpleNamespace(use_fp4_cache=False, compress_ratio=1),
+        indexer_op=SimpleNamespace(
+            use_fp4_cache=False,
+            compress_ratio=1,
+            topk_indices_buffer=torch.empty((16, 64), dtype=torch.int32),
+            forward_on_cleared_rows=None,
+        ),
     )
     return made
 

@@ -339,6 +339,37 @@ def test_other_backends_get_no_padding() -> None:
     assert gates.query_heads(SimpleNamespace(impl=object(), kv_cache_dtype="fp8"), 16) == 16
 
 
+def test_vllms_op_is_told_of_cleared_rows_only_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+
+    class Theirs(SparseAttnIndexer):
+        pass
+
+    def why(kind: type, **changes: Any) -> str | None:
+        op = kind.__new__(kind)
+        torch.nn.Module.__init__(op)
+        op.__dict__.update({"topk_indices_buffer": torch.empty((16, 64), dtype=torch.int32), **changes})
+        return gates.why_vllm_clears(layers.wrapper(indexer__indexer_op=op))
+
+    assert gates.why_vllm_clears(layers.wrapper()) is None  # dsafuse's own, on CPU builds
+    reason = why(Theirs)
+    assert reason is not None
+    assert reason.startswith("the indexer's op must be vLLM's SparseAttnIndexer, got tests.vllm.test_gates.")
+    assert why(SparseAttnIndexer) == "the platform must be cuda, whose op takes skip_topk_buffer_clear, got cpu"
+    monkeypatch.setattr(gates.host, "platform", lambda: "cuda")
+    assert why(SparseAttnIndexer) == "vLLM must be one of 0.26 for cleared top-k rows, got 0.32.0"
+    gates.host.scoring_differences.cache_clear()
+    monkeypatch.setattr(gates.host, "version", lambda: "0.26.0")
+    reason = why(SparseAttnIndexer)
+    gates.host.scoring_differences.cache_clear()
+    assert reason is not None
+    assert "SparseAttnIndexer.forward_cuda has another body" in reason  # 0.32's
+    monkeypatch.setattr(gates.host, "differences", lambda symbols: [])
+    assert why(SparseAttnIndexer) is None
+    gates.host.scoring_differences.cache_clear()
+    assert why(SparseAttnIndexer, topk_indices_buffer=None) == "topk_indices_buffer must be torch.int32, got None"
+
+
 def test_a_strange_indexer_is_reported_and_not_asked_further() -> None:
     wrapper = layers.wrapper(indexer=torch.nn.Identity())
     (reason,) = reasons("indexer", wrapper, layers.config())

@@ -31,7 +31,8 @@ def test_both_ops_are_fused_with_the_layers_constants() -> None:
     assert made.mla_call == plan.MlaCall("plain", "interleaved", torch.float32, 4, "one", torch.float8_e4m3fn, "ue8m0")
     assert made.indexer_call == plan.IndexerCall("flat", "neox", "ue8m0", 1e-6, 128**-0.5 / 2, torch.float8_e4m3fn)
     assert made.together
-    assert "both in one launch, prepare_qk" in str(made)
+    assert made.clears_topk
+    assert str(made).endswith("; both in one launch, prepare_qk, top-k rows cleared")
     assert dict(plan.PLANS) == {"model.layers.0.self_attn.attn": made}
 
 
@@ -41,6 +42,19 @@ def test_one_launch_needs_both(changes: dict[str, Any]) -> None:
         made = plan.build(layers.wrapper(**changes), layers.config())
     assert made.fused
     assert not made.together
+
+
+def test_a_graph_in_which_vllm_clears_is_not_taken_for_one_in_which_the_launch_does() -> None:
+    keys = []
+    for changes in ({}, {"indexer__indexer_op__topk_indices_buffer": torch.empty((16, 64), dtype=torch.int64)}):
+        config = layers.config()
+        with switches.override(provider="interpreter"):
+            made = plan.build(layers.wrapper(**changes), config)
+        assert made.together
+        assert made.clears_topk != bool(changes)
+        keys += config.additional_config["dsafuse"]
+    assert len(set(keys)) == 2
+    assert "vLLM clears its top-k rows (topk_indices_buffer must be torch.int32, got torch.int64)" in keys[1]
 
 
 def test_a_fused_layer_joins_vllms_compilation_and_a_refused_one_does_not() -> None:

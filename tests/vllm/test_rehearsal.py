@@ -132,10 +132,13 @@ def test_a_kernels_blocks_may_be_smaller_than_those_that_vllm_manages(
     assert sizes == {64}
 
 
-def test_a_second_model_is_rehearsed_where_its_heads_or_blocks_alone_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_model_is_rehearsed_where_its_heads_blocks_or_top_k_alone_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from dsafuse.vllm.rehearsal import rehearse
 
     case = Case(monkeypatch)
+    assert case.topk is not None
     launched = launches_of(case, monkeypatch)
     mla = case.launches.MlaInputs(case.q, case.kv_c, case.k_pe, case.positions, case.table)
     index = case.launches.IndexInputs(
@@ -151,5 +154,8 @@ def test_a_second_model_is_rehearsed_where_its_heads_or_blocks_alone_differ(monk
     case.cache_config.block_size = 2 * BLOCK_SIZE
     rehearse(case.layer, mla, index)
     assert len(launched) == 3 * once
+    for rows in (case.topk, case.topk[:, :4]):  # rows to clear, and narrower ones
+        rehearse(case.layer, mla, index._replace(topk=rows))
+    assert len(launched) == 5 * once
     assert (case.cache == POISON).all()
     assert (case.index_cache == 7).all()

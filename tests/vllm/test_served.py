@@ -33,7 +33,8 @@ def test_every_step_of_the_fused_run_was_fused(runs: Runs, cell: str) -> None:
     expected = {"mla": 3, "indexer": 2 if shared else 3, "prepare_qk": 2 if shared else 3}
     for op, times in expected.items():
         assert result["calls"][op] == {"fused": times * steps, "fallback": 0}
-    assert [layer["together"] for layer in result["plans"]] == [True, not shared, True]
+    for said in ("together", "clears_topk"):
+        assert [layer[said] for layer in result["plans"]] == [True, not shared, True]
 
 
 def test_off_leaves_no_trace(runs: Runs) -> None:
@@ -52,9 +53,13 @@ def test_tokens_depend_on_the_choice_of_tokens_and_on_the_cache_format(runs: Run
 
 @pytest.mark.parametrize("cell", [cell for cell in RUNS["changed"][2] if "not" in cell or "otherwise" in cell])
 def test_a_broken_preparation_changes_the_tokens(runs: Runs, cell: str) -> None:
-    model = cell.split(",")[0]
+    model = cell.split(",")[0].replace("-", ", ")
     changed, right = runs["changed"][cell]["tokens"], runs["fused"][model]["tokens"]
     assert all(a != b for a, b in zip(changed, right, strict=True))
+
+
+def test_what_the_top_k_rows_held_changes_nothing(runs: Runs) -> None:
+    assert runs["changed"]["v32-all, top-k stale"]["tokens"] == runs["unfused"]["v32, all"]["tokens"]
 
 
 @pytest.mark.parametrize("op", ["mla", "indexer"])

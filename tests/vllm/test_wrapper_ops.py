@@ -17,6 +17,7 @@ from tests.vllm.layer_case import (
     HEADS,
     NAME,
     POISON,
+    STALE,
     TOKENS,
     Case,
     decode,
@@ -257,6 +258,53 @@ def test_every_launch_scales_tiles_by_the_plans_rule(monkeypatch: pytest.MonkeyP
         block, row = divmod(int(case.slots[token]), BLOCK_SIZE)
         scales = case.cache[block, row, 512:528].clone().view(torch.float32)
         assert torch.equal(scales, case.kv_c[token].float().view(4, 128).abs().amax(-1) / torch.tensor(448.0))
+
+
+def cleared(case: Case) -> list[bool]:
+    """Of each top-k row, whether it was cleared; no row is cleared in part."""
+    assert case.topk is not None
+    rows = case.topk.unique(dim=1)
+    assert rows.shape[1] == 1
+    assert set(rows.flatten().tolist()) <= {-1, STALE}
+    return (rows == -1).flatten().tolist()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, ACTUAL])
+def test_top_k_rows_are_cleared_as_far_as_vllms_own_fill_goes(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, dense: bool
+) -> None:
+    """Padding included: with drafts of unlike lengths vLLM's top-k reads rows beyond the batch. Not the rest."""
+    mixed = SimpleNamespace(num_actual_tokens=tokens, num_decode_tokens=1, prefill_max_seq_len=40, topk_tokens=64)
+    case = Case(monkeypatch, mixed)
+    dense_026(case, dense)
+    launched = launches_of(case, monkeypatch)
+    case.qk_prepare()
+    assert cleared(case) == [True] * TOKENS + [False] * 2
+    assert [config.clear_topk is not None for name, config, _ in launched] == [
+        name == "prepare_qk" for name, *_ in launched
+    ]
+    assert [name for name, *_ in launched] == ["prepare_qk"] + ["prepare_queries"] * dense
+
+
+def test_top_k_rows_are_vllms_own_where_its_op_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, other = Case(monkeypatch, decode()), Case(monkeypatch, decode())
+    case.topk = None
+    launched = launches_of(case, monkeypatch)
+    for each in (case, other):
+        monkeypatch.setattr(each.ops, "get_attention_context", each._context)
+        each.together()
+    assert [config.clear_topk is not None for _, config, _ in launched] == [False, True]
+    assert torch.equal(case.output, other.output)
+    assert torch.equal(case.index_cache, other.index_cache)
+
+
+@pytest.mark.parametrize("metadata", [None, decode(0)])
+def test_top_k_rows_without_a_batch_are_left_alone(monkeypatch: pytest.MonkeyPatch, metadata: Any) -> None:
+    """vLLM's op returns there before it would fill them, or nobody reads them."""
+    case = Case(monkeypatch, metadata)
+    case.qk_prepare()
+    assert not any(cleared(case))
 
 
 @pytest.mark.parametrize("changes", [{"prefill_max_seq_len": 65}, {"prefill_max_seq_len": 64}])

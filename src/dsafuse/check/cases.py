@@ -23,8 +23,8 @@ PREPARE_QUERIES = "prepare_queries"
 ROLES: dict[str, frozenset[str]] = {
     MLA: frozenset({"latent_q", "latent_kv"}),
     INDEXER: frozenset({"index_q", "index_k"}),
-    PREPARE_QK: frozenset({"latent_q", "latent_kv", "index_q", "index_k"}),
-    PREPARE_LATENTS: frozenset({"norm_q", "latent_kv", "index_k"}),
+    PREPARE_QK: frozenset({"latent_q", "latent_kv", "index_q", "index_k", "clear_topk"}),
+    PREPARE_LATENTS: frozenset({"norm_q", "latent_kv", "index_k", "clear_topk"}),
     PREPARE_QUERIES: frozenset({"latent_q", "index_q"}),
 }
 """The roles of each op."""
@@ -99,7 +99,7 @@ class Case:
     q_norm: str = _of("bf16", "norm_q")
     kv_norm: str = _of("bf16", "norm_q")
     """dtypes of q_norm_weight and kv_norm_weight."""
-    topk: str = _of("narrow", "norm_q")
+    topk: str = _of("absent", "clear_topk")
     """absent; narrow: padded rows, off the 16-byte grid, more of them than tokens; wide: 2,048 a token."""
     key_outs: str = _of("given", "norm_q")
     """Whether kv_c_out and k_pe_out are given, or absent."""
@@ -121,9 +121,9 @@ class Case:
 
     @property
     def roles(self) -> frozenset[str]:
-        """The roles of the call: those of its op, but for the indexer's where that is absent."""
-        roles = ROLES[self.op]
-        return frozenset(role for role in roles if role[:5] != "index") if self.index == "absent" else roles
+        """The roles of the call: those of its op, but for the indexer's where that is absent, and rows to clear."""
+        roles = ROLES[self.op] if self.index == "present" else roles_without_index(self.op)
+        return roles - {"clear_topk"} if self.topk == "absent" else roles
 
     @property
     def normed(self) -> bool:
@@ -176,6 +176,12 @@ def _named_fields() -> list[Field[Any]]:
 def has_index_switch(op: str) -> bool:
     """Whether the op also serves layers without an indexer."""
     return bool({"latent_q", "latent_kv"} & ROLES[op]) and bool({"index_q", "index_k"} & ROLES[op])
+
+
+def roles_without_index(op: str) -> frozenset[str]:
+    """The roles of an op's call on a layer without an indexer. Only the op with q_c may clear top-k rows there."""
+    indexers = {"index_q", "index_k"} if "norm_q" in ROLES[op] else {"index_q", "index_k", "clear_topk"}
+    return ROLES[op] - indexers
 
 
 def choices_of(op: str) -> dict[str, tuple[str, ...]]:

@@ -45,6 +45,8 @@ class Variant:
     vendors: tuple[str, ...] = ("nvidia", "amd")
     chain: bool = False
     """The unfused chain's kernels in place of the fused one."""
+    clear_topk: bool = False
+    """Top-k rows to clear, where that is no matter of course as it is with q_c."""
 
 
 VARIANTS = {
@@ -57,6 +59,7 @@ VARIANTS = {
         Variant("bf16 query", query_fp8=False),
         Variant("tiled16", index_layout="tiled16", vendors=("amd",)),
         Variant("no indexer", indexer=False),
+        Variant("top-k rows", clear_topk=True),
         Variant("chain", chain=True),
     )
 }
@@ -134,6 +137,8 @@ def _concerns(variant: Variant, op: str) -> bool:
     default = VARIANTS["fp8"]
     if not variant.indexer and not both:
         return False
+    if variant.clear_topk:
+        return "topk_indices" in parameters and "q_c" not in parameters
     if variant.chain:
         return not both or "q_c" in parameters  # the other ops' chains have no kernel of their own
     if variant.index_layout != default.index_layout:
@@ -183,6 +188,7 @@ def arguments_of(op: Op[..., Any], variant: Variant, heads: tuple[int, int], tar
         query="fp8" if variant.query_fp8 else "activation",
         index_kv_layout=variant.index_layout,
         layer="indexed" if variant.indexer else "unindexed",
+        clear_topk=variant.clear_topk or "q_c" in inspect.signature(op).parameters,
     )
 
 

@@ -191,8 +191,8 @@ def blank_outputs(case: Case, seed: int, device: torch.device) -> Outputs:
         if case.key_outs == "given":
             for name, width in (("kv_c_out", LATENT_DIM), ("k_pe_out", ROPE_DIM)):
                 arguments[name] = output(memory, case, name, (tokens, width), activation, heads=False, needed=True)
-        if case.topk != "absent":
-            arguments["topk_indices"] = _topk(memory, case)
+    if "clear_topk" in case.roles:
+        arguments["topk_indices"] = _topk(memory, case)
     return Outputs(arguments, memory)
 
 

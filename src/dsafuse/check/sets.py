@@ -17,6 +17,7 @@ from dsafuse.check.cases import (
     choices_of,
     fields_of,
     has_index_switch,
+    roles_without_index,
 )
 from dsafuse.check.covering import pairwise
 from dsafuse.target import Target
@@ -87,7 +88,7 @@ def case_set(op: str, which: str, target: Target) -> list[Case]:
     covered = axes(op, which, target)
     rows: list[Mapping[str, Any]] = [row_of(row) for row in pairwise(covered)]
     if has_index_switch(op):
-        own = fields_of(op, ROLES[op] - {"index_q", "index_k"})
+        own = fields_of(op, roles_without_index(op))
         alone = {name: values for name, values in covered.items() if JOINED.get(name, (name,))[0] in own}
         rows += [{**row_of(row), "index": "absent"} for row in each_value(alone)]
     if which == "full" and target.gpu:

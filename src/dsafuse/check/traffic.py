@@ -29,5 +29,7 @@ def bytes_moved(case: Case) -> int:
     if "index_k" in roles:
         token += INDEX_DIM * activation
     if "norm_q" in roles:
-        token += 2 * case.q_width * activation + 4 * TOPK_WIDTHS.get(case.topk, 0)
+        token += 2 * case.q_width * activation
+    if "clear_topk" in roles:
+        token += 4 * TOPK_WIDTHS[case.topk]
     return case.tokens * token

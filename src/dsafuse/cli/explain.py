@@ -17,7 +17,7 @@ from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
 from dsafuse.models import MODELS, ModelShape
-from dsafuse.ops.config import Config, IndexK, IndexQ, LatentKv, LatentQ, NormQ
+from dsafuse.ops.config import ClearTopk, Config, IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.ops.indexer import indexer_qk_rope_quant_and_cache
 from dsafuse.ops.mla import fused_qk_rope_concat_and_cache_mla
 from dsafuse.ops.seams import prepare_latents, prepare_qk, prepare_queries
@@ -141,7 +141,7 @@ def configs(meaning: Meaning, shape: ModelShape, heads: int, fp8: torch.dtype, b
     latent_kv = LatentKv(meaning.layout, block_size, rope)
     index_q = IndexQ(shape.index_heads, index_rope, "ue8m0")
     index_k = IndexK(meaning.indexer, block_size, index_rope, "ue8m0")
-    norm_q = NormQ(shape.q_lora_rank, shape.index_topk)
+    norm_q, clear_topk = NormQ(shape.q_lora_rank), ClearTopk(shape.index_topk)
 
     def config(**roles: Any) -> Config:
         return Config(activation, fp8, "split", **roles)
@@ -149,8 +149,12 @@ def configs(meaning: Meaning, shape: ModelShape, heads: int, fp8: torch.dtype, b
     return {
         fused_qk_rope_concat_and_cache_mla.name: config(latent_q=latent_q, latent_kv=latent_kv),
         indexer_qk_rope_quant_and_cache.name: config(index_q=index_q, index_k=index_k),
-        prepare_qk.name: config(latent_q=latent_q, latent_kv=latent_kv, index_q=index_q, index_k=index_k),
-        prepare_latents.name: config(norm_q=norm_q, latent_kv=replace(latent_kv, norm=True), index_k=index_k),
+        prepare_qk.name: config(
+            latent_q=latent_q, latent_kv=latent_kv, index_q=index_q, index_k=index_k, clear_topk=clear_topk
+        ),
+        prepare_latents.name: config(
+            norm_q=norm_q, latent_kv=replace(latent_kv, norm=True), index_k=index_k, clear_topk=clear_topk
+        ),
         prepare_queries.name: config(latent_q=latent_q, index_q=index_q),
     }
 

@@ -9,7 +9,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from dsafuse.kernels.roles import index_k, index_q, latent_kv, latent_q, norm_q
+from dsafuse.kernels.roles import clear_topk, index_k, index_q, latent_kv, latent_q, norm_q
 from dsafuse.kernels.tiles import let_next_grid_start, wait_for_grid_before
 
 
@@ -82,6 +82,7 @@ def prepare(
     q_norm_eps: tl.float32,
     q_c_out_ptr,
     q_c_out_stride: tl.int64,
+    # clear_topk
     topk_ptr,
     topk_stride: tl.int64,
     # both index roles
@@ -143,7 +144,8 @@ def prepare(
     PDL: tl.constexpr,
 ):
     """Grid: for each GROUP of tokens the programs of its indexer keys, its latent rows, its q_c rows, its indexer heads
-    and its heads, in this order. GROUP = 0: all tokens are one group.
+    and its heads, in this order. GROUP = 0: all tokens are one group. Rows of top-k indices are cleared by the programs
+    of the q_c rows, and by programs in their place where the op has none.
 
     *_ROWS: tokens of one program of a role, a power of two that divides GROUP; 0 for a role that the op lacks. The GPU
     starts a program in 1.2 ns (H200), which is what a prefill of lone rows would cost.
@@ -238,22 +240,26 @@ def prepare(
             return
     if NORM_ROWS:
         if work >= first_norm:
-            norm_q(
-                rows_at(first + (work - first_norm) * NORM_ROWS, NORM_ROWS),
-                tokens,
-                q_c_ptr,
-                q_c_stride,
-                q_norm_weight_ptr,
-                q_norm_eps,
-                q_c_out_ptr,
-                q_c_out_stride,
-                topk_ptr,
-                topk_stride,
-                Q_WIDTH,
-                TOPK,
-                ALIGN,
-                PDL,
-            )
+            token = rows_at(first + (work - first_norm) * NORM_ROWS, NORM_ROWS)
+            if Q_WIDTH:
+                norm_q(
+                    token,
+                    tokens,
+                    q_c_ptr,
+                    q_c_stride,
+                    q_norm_weight_ptr,
+                    q_norm_eps,
+                    q_c_out_ptr,
+                    q_c_out_stride,
+                    topk_ptr,
+                    topk_stride,
+                    Q_WIDTH,
+                    TOPK,
+                    ALIGN,
+                    PDL,
+                )
+            else:
+                clear_topk(token, tokens, topk_ptr, topk_stride, TOPK, ALIGN, PDL)
             return
     if LATENT_ROWS:
         if work >= first_latent:

@@ -34,6 +34,7 @@ def runtime_arguments(op: str, arguments: Arguments, config: Config) -> tuple[An
         *(_latent_q(arguments) if config.latent_q else _ABSENT_LATENT_Q),
         *(_latent_kv(arguments, config.latent_kv.norm) if config.latent_kv else _ABSENT_LATENT_KV),
         *(_norm_q(arguments) if config.norm_q else _ABSENT_NORM_Q),
+        *_row(arguments["topk_indices"] if config.clear_topk else None),
         *(_table(index["cos_sin_cache"]) if indexed else _ABSENT_TABLE),
         *(_index_q(index) if config.index_q else _ABSENT_INDEX_Q),
         *(_index_k(index) if config.index_k else _ABSENT_INDEX_K),
@@ -94,16 +95,10 @@ _ABSENT_LATENT_KV = (None, 0, None, 0, None, 0, 0, None, 0, 0, None, *_ABSENT_NO
 
 
 def _norm_q(a: Arguments) -> tuple[Any, ...]:
-    return (
-        *_row(a["q_c"]),
-        a["q_norm_weight"],
-        a["q_norm_eps"],
-        *_row(a["q_c_out"]),
-        *_row(a["topk_indices"]),
-    )
+    return *_row(a["q_c"]), a["q_norm_weight"], a["q_norm_eps"], *_row(a["q_c_out"])
 
 
-_ABSENT_NORM_Q = (None, 0, None, 0.0, None, 0, None, 0)
+_ABSENT_NORM_Q = (None, 0, None, 0.0, None, 0)
 
 
 def _index_q(n: Named) -> tuple[Any, ...]:
@@ -171,7 +166,8 @@ def constants_of(config: Config, target: Target, plan: LaunchPlan) -> dict[str, 
         constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
     if (norm_q := config.norm_q) is not None:
         constants["Q_WIDTH"] = norm_q.width
-        constants["TOPK"] = norm_q.topk
+    if (clear_topk := config.clear_topk) is not None:
+        constants["TOPK"] = clear_topk.width
     if (index_q := config.index_q) is not None:
         constants["INDEX_HEADS"] = index_q.heads
         constants["INDEX_BLOCK_HEADS"] = block_of(index_q, plan)
@@ -196,7 +192,7 @@ _ABSENT_CONSTANTS = {
     "KV_NORM": False,
     "NEOX": False,
     "QUERY_FP8": False,
-    "Q_WIDTH": 1,
+    "Q_WIDTH": 0,
     "TOPK": 0,
     "INDEX_LAYOUT": None,
     "INDEX_BLOCK_SIZE": 1,

@@ -20,6 +20,7 @@ class LaunchPlan:
     index_rows: int
     latent_rows: int
     norm_rows: int
+    """Of q_c, of top-k indices, or of both."""
     group: int
     """Tokens whose programs stand together in the grid; 0: role after role, over all tokens."""
     threads: int
@@ -100,7 +101,7 @@ def rows_of(config: Config, plan: LaunchPlan) -> dict[str, int]:
     return {
         "INDEX_ROWS": plan.index_rows if config.index_k else 0,
         "LATENT_ROWS": plan.latent_rows if config.latent_kv else 0,
-        "NORM_ROWS": plan.norm_rows if config.norm_q else 0,
+        "NORM_ROWS": plan.norm_rows if config.norm_q or config.clear_topk else 0,
     }
 
 

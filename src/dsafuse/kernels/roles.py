@@ -117,6 +117,23 @@ def rms_norm(x, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def clear_rows(token, here, topk_ptr, topk_stride, TOPK: tl.constexpr, ALIGN: tl.constexpr):
+    """-1 in the rows of top-k indices of tokens [ROWS, 1], as far as they are `here`."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
+    entry = tl.arange(0, BLOCK)[None, :]
+    cleared = tl.full((token.shape[0], BLOCK), -1, tl.int32)
+    store_row_tile(topk_ptr, token * topk_stride + entry, cleared, here & (entry < TOPK), ALIGN)
+
+
+@triton.jit
+def clear_topk(token, tokens, topk_ptr, topk_stride, TOPK: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr):
+    """-1 in the rows of top-k indices of tokens [ROWS, 1]."""
+    wait_for_grid_before(PDL)
+    let_next_grid_start(PDL)
+    clear_rows(token, token < tokens, topk_ptr, topk_stride, TOPK, ALIGN)
+
+
+@triton.jit
 def norm_q(
     token,
     tokens,
@@ -133,7 +150,7 @@ def norm_q(
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """RMSNorm of the q_c rows of tokens [ROWS, 1]; -1 in their rows of top-k indices."""
+    """RMSNorm of the q_c rows of tokens [ROWS, 1]; with TOPK, -1 in their rows of top-k indices."""
     here = token < tokens
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     column = tl.arange(0, BLOCK)[None, :]
@@ -145,10 +162,7 @@ def norm_q(
     weight = load_row_tile(weight_ptr, column, inside, ALIGN)
     let_next_grid_start(PDL)
     if TOPK:
-        TOPK_BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
-        entry = tl.arange(0, TOPK_BLOCK)[None, :]
-        cleared = tl.full((token.shape[0], TOPK_BLOCK), -1, tl.int32)
-        store_row_tile(topk_ptr, token * topk_stride + entry, cleared, here & (entry < TOPK), ALIGN)
+        clear_rows(token, here, topk_ptr, topk_stride, TOPK, ALIGN)
     wide = x.to(tl.float32)
     if BLOCK != WIDTH:
         wide = tl.where(inside, wide, 0.0)

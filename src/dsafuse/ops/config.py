@@ -58,10 +58,16 @@ class IndexK:
 
 @dataclass(frozen=True, slots=True)
 class NormQ:
-    """RMSNorm(q_c) of `width`; `topk` entries of the token's top-k row are cleared (0: none)."""
+    """RMSNorm(q_c) of `width`."""
 
     width: int
-    topk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClearTopk:
+    """-1 in the token's row of `width` top-k indices."""
+
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Config:
     index_q: IndexQ | None = None
     index_k: IndexK | None = None
     norm_q: NormQ | None = None
+    clear_topk: ClearTopk | None = None
 
     @property
     def families(self) -> frozenset[str]:

@@ -33,7 +33,7 @@ from dsafuse.ops.arguments import (
     expect_tensor,
     expect_width,
 )
-from dsafuse.ops.config import IndexK, IndexQ, LatentKv, LatentQ, NormQ
+from dsafuse.ops.config import ClearTopk, IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.registry import Arguments, Shapes, is_cache
 
 SHARED = frozenset({"positions", "fp8_dtype", "rounding"})
@@ -208,7 +208,7 @@ def index_options(n: Named) -> None:
 
 
 def norm_q(n: Named) -> NormQ:
-    """q_c, its norm, and the top-k rows to clear."""
+    """q_c and its norm."""
     q_c = n.tensor("q_c", tokens=None, width=None)
     tokens, width = q_c.shape
     expect_width("q_c", width)
@@ -217,15 +217,20 @@ def norm_q(n: Named) -> NormQ:
     n.epsilon("q_norm_eps")
     if n["q_c_out"] is not None:
         expect_dtype("q_c_out", expect_output("q_c_out", n["q_c_out"], None, tokens=tokens, width=width), (activation,))
+    return NormQ(width)
+
+
+def clear_topk(n: Named, tokens: int) -> ClearTopk | None:
+    """The top-k rows to clear, if they are given."""
     topk = n["topk_indices"]
     if topk is None:
-        return NormQ(width)
+        return None
     expect_output("topk_indices", topk, None, rows=None, topk=None)
     expect_dtype("topk_indices", topk, (torch.int32,))
     if topk.shape[0] < tokens:
         raise ValueError(f"topk_indices: got {topk.shape[0]} rows, expected at least tokens={tokens}")
     expect_width("topk_indices", topk.shape[1])
-    return NormQ(width, topk.shape[1])
+    return ClearTopk(topk.shape[1])
 
 
 def _mla_layout(kv_layout: str, kv_cache: torch.Tensor, activation: torch.dtype) -> str:

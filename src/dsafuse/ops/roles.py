@@ -96,17 +96,14 @@ def latent_kv(
     write_rows(kv_cache, MLA_LAYOUTS[kv_layout], slot_mapping, rows, activation)
 
 
-def norm_q(
-    q_c: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    q_c_out: torch.Tensor,
-    topk_indices: torch.Tensor | None,
-) -> None:
-    """q_c_out = rms_norm(q_c); topk_indices[:tokens] = -1."""
+def norm_q(q_c: torch.Tensor, norm_weight: torch.Tensor, eps: float, q_c_out: torch.Tensor) -> None:
+    """q_c_out = rms_norm(q_c)."""
     q_c_out.copy_(numerics.rms_norm(q_c.float(), norm_weight, eps))
-    if topk_indices is not None:
-        topk_indices[: len(q_c)] = -1
+
+
+def clear_topk(topk_indices: torch.Tensor, tokens: int) -> None:
+    """topk_indices[:tokens] = -1."""
+    topk_indices[:tokens] = -1
 
 
 def store_latent(

@@ -58,10 +58,11 @@ def _resolve_qk(a: Arguments) -> Config:
     resolve.same_tokens(a, "q_nope", "kv_c", "k_pe", "index_q", "index_k")
     activation = resolve.activation_of(a, "q_nope", "kv_c", "k_pe", "index_q", "index_k")
     latent_kv = resolve.latent_kv(n)
-    outputs = ("index_q_out", "index_weights_out")
+    outputs = ("index_q_out", "index_weights_out", "topk_indices")
     indexed = _has_index(a, "index_q", INDEX_Q_INPUTS + INDEX_K_INPUTS, outputs)
     index_q = resolve.index_q(index) if indexed else None
     index_k = resolve.index_k(index) if indexed else None
+    clear_topk = resolve.clear_topk(n, a["q_nope"].shape[0])
     resolve.together(a, "q_nope", ("q_out", *outputs))
     resolve.allocate(a, _qk_shapes(a), a["q_nope"])
     return Config(
@@ -72,6 +73,7 @@ def _resolve_qk(a: Arguments) -> Config:
         latent_kv=latent_kv,
         index_q=index_q,
         index_k=index_k,
+        clear_topk=clear_topk,
     )
 
 
@@ -79,7 +81,7 @@ def _resolve_qk(a: Arguments) -> Config:
     resolve=_resolve_qk,
     outputs=_qk_shapes,
     output_names=("q_out", "index_q_out", "index_weights_out"),
-    mutates=("kv_cache", "index_kv_cache"),
+    mutates=("kv_cache", "index_kv_cache", "topk_indices"),
     derived=("q_dtype",),
     index_prefix=INDEX,
 )
@@ -115,13 +117,15 @@ def prepare_qk(
     index_scale_rule: str = "ue8m0",
     index_q_out: torch.Tensor | None = None,
     index_weights_out: torch.Tensor | None = None,
+    topk_indices: torch.Tensor | None = None,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "split",
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Both original fusions in one launch: all query and key preparation after the projections.
 
     Equal, byte for byte, to `fused_qk_rope_concat_and_cache_mla` on the arguments without a prefix followed by
-    `indexer_qk_rope_quant_and_cache` on those with `index_`; see these two for shapes, strides and numerics.
+    `indexer_qk_rope_quant_and_cache` on those with `index_`; see these two for shapes, strides and numerics. Then
+    topk_indices[:tokens] = -1.
 
     Args:
         q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin_cache, rope_style, kv_layout, q_scale,
@@ -130,13 +134,15 @@ def prepare_qk(
             index_cos_sin_cache, index_weights_scale, index_eps, index_rope_style, index_kv_layout,
             index_scale_rule, index_q_out, index_weights_out: as in `indexer_qk_rope_quant_and_cache`, which
             shares positions; all None on a layer without an indexer.
+        topk_indices: [>= tokens, topk] int32; rows [0, tokens) are filled with -1 when given, whatever the slots are.
+            None on a layer without an indexer, which reads another layer's choice.
         fp8_dtype, rounding: for both.
 
     Returns:
         (q_out, index_q_out, index_weights_out); the last two are None without an indexer.
 
     Invariants: those of the two ops; the caches have slot mappings of their own, and neither guards the other.
-    Errors: those of the two ops; ValueError if the indexer's arguments are given in part.
+    Errors: those of the two ops; ValueError if the indexer's arguments are given in part, or topk_indices without them.
     """
     roles.check_addresses(kv_cache, slot_mapping, positions, cos_sin_cache)
     if index_q is not None:
@@ -165,6 +171,8 @@ def prepare_qk(
             fp8_dtype=fp8_dtype,
             rounding=rounding,
         )
+    if topk_indices is not None:
+        roles.clear_topk(topk_indices, len(positions))
     q_out = fused_qk_rope_concat_and_cache_mla.oracle(
         q_nope,
         q_pe,
@@ -194,6 +202,7 @@ def _resolve_latents(a: Arguments) -> Config:
     n, index = resolve.Named(a), resolve.Named(a, INDEX)
     rounding = n.member("rounding", Rounding)
     norm_q = resolve.norm_q(n)
+    clear_topk = resolve.clear_topk(n, a["q_c"].shape[0])
     resolve.same_tokens(a, "q_c", "kv_c", "k_pe", "index_k")
     activation = resolve.activation_of(a, "q_c", "kv_c", "k_pe", "index_k")
     latent_kv = resolve.latent_kv(n, norm=True)
@@ -201,7 +210,15 @@ def _resolve_latents(a: Arguments) -> Config:
     index_k = resolve.index_k(index) if indexed else None
     resolve.together(a, "q_c", ("q_c_out", "kv_c_out", "k_pe_out", "topk_indices"))
     resolve.allocate(a, _latents_shapes(a), a["q_c"])
-    return Config(activation, a["fp8_dtype"], rounding, latent_kv=latent_kv, index_k=index_k, norm_q=norm_q)
+    return Config(
+        activation,
+        a["fp8_dtype"],
+        rounding,
+        latent_kv=latent_kv,
+        index_k=index_k,
+        norm_q=norm_q,
+        clear_topk=clear_topk,
+    )
 
 
 @fused_op(
@@ -299,7 +316,9 @@ def prepare_latents(
             fp8_dtype=fp8_dtype,
             rounding=rounding,
         )
-    roles.norm_q(q_c, q_norm_weight, q_norm_eps, q_c_out, topk_indices)
+    roles.norm_q(q_c, q_norm_weight, q_norm_eps, q_c_out)
+    if topk_indices is not None:
+        roles.clear_topk(topk_indices, len(positions))
     roles.latent_kv(
         kv_c,
         k_pe,

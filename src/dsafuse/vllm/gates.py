@@ -56,7 +56,7 @@ INDEXER_ATTRIBUTES = (
     "indexer.softmax_scale",
     "indexer.k_norm.eps",
     "indexer.k_cache",
-    "indexer.indexer_op",
+    "indexer.indexer_op.topk_indices_buffer",
 )
 
 # Ours that read the batch from vLLM's forward context. A piecewise CUDA graph must split at them.
@@ -323,6 +323,23 @@ def query_heads(attention: Any, heads: int) -> int:
         return int(impl.fp8_decode_padded_heads)
     padding = int(impl.prefill_padding)
     return heads if heads % padding == 0 else padding
+
+
+def why_vllm_clears(wrapper: Any) -> str | None:
+    """Why vLLM's indexer op clears its top-k rows itself; None if it can be told that the launch before it has."""
+    from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+
+    op = wrapper.indexer.indexer_op
+    dtype = getattr(op.topk_indices_buffer, "dtype", None)
+    if dtype != torch.int32:
+        return f"topk_indices_buffer must be torch.int32, got {dtype}"
+    if hasattr(op, "forward_on_cleared_rows"):  # dsafuse's own, on CPU builds
+        return None
+    if (found := type(op)) is not SparseAttnIndexer:
+        return f"the indexer's op must be vLLM's SparseAttnIndexer, got {found.__module__}.{found.__qualname__}"
+    if (platform := host.platform()) != "cuda":
+        return f"the platform must be cuda, whose op takes skip_topk_buffer_clear, got {platform}"
+    return "; ".join(host.scoring_differences()) or None
 
 
 def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:

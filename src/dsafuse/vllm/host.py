@@ -236,6 +236,29 @@ FLASHMLA_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
     ),
 }
 
+# vLLM's indexer op behind a launch that has cleared its top-k rows (`scoring`): the call that is re-stated, and that
+# the op fills these rows and no others, unless it is told so. On a difference it fills them, as always.
+SCORING_SYMBOLS: Mapping[str, tuple[Symbol, ...]] = {
+    "0.26": (
+        Symbol(
+            _LAYERS + "sparse_attn_indexer",
+            "SparseAttnIndexer.forward_cuda",
+            words("self hidden_states q_quant k weights"),
+            source="d4a8e38365be20d1",
+        ),
+        Symbol(
+            _LAYERS + "sparse_attn_indexer",
+            "sparse_attn_indexer",
+            words(
+                "hidden_states k_cache_prefix kv_cache q_quant q_scale k weights quant_block_size scale_fmt "
+                "topk_tokens head_dim max_model_len total_seq_lens topk_indices_buffer skip_k_cache_insert use_pcp "
+                "use_fp4_cache dcp_rank dcp_world_size cp_kv_cache_interleave_size skip_topk_buffer_clear"
+            ),
+            source="45bbaa90b079136b",
+        ),
+    ),
+}
+
 CPU_SYMBOLS = (
     Symbol("vllm.forward_context", "get_forward_context", ()),
     Symbol("vllm.model_executor.custom_op", "CustomOp.register_oot"),
@@ -306,6 +329,15 @@ def flashmla_differences() -> tuple[str, ...]:
     symbols = FLASHMLA_SYMBOLS.get(minor(version()))
     if symbols is None:
         return (f"vLLM must be one of {', '.join(FLASHMLA_SYMBOLS)} for a padded query, got {version()}",)
+    return tuple(differences(symbols))
+
+
+@cache
+def scoring_differences() -> tuple[str, ...]:
+    """In what vLLM's indexer op differs from what its call on cleared rows was written for."""
+    symbols = SCORING_SYMBOLS.get(minor(version()))
+    if symbols is None:
+        return (f"vLLM must be one of {', '.join(SCORING_SYMBOLS)} for cleared top-k rows, got {version()}",)
     return tuple(differences(symbols))
 
 

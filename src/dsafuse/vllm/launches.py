@@ -69,7 +69,11 @@ class MlaInputs(NamedTuple):
 
 
 class IndexInputs(NamedTuple):
-    """What the indexer's op of a layer reads, and the memory of its outputs."""
+    """What the indexer's op of a layer reads, and the memory of its outputs.
+
+    topk: the top-k rows of vLLM's indexer op, which follows; a launch of prepare_qk clears those of its tokens. None
+    where vLLM's op does it.
+    """
 
     q: torch.Tensor
     k_and_weights: torch.Tensor
@@ -79,6 +83,7 @@ class IndexInputs(NamedTuple):
     cos_sin_cache: torch.Tensor
     q_out: torch.Tensor
     weights_out: torch.Tensor
+    topk: torch.Tensor | None = None
 
     def parts(self, tokens: int) -> list[Any]:
         """(query, head weights, key) of the first tokens."""
@@ -139,6 +144,7 @@ def _index(
         "index_rope_style": call.rope_style,
         "index_kv_layout": call.kv_layout,
         "index_scale_rule": call.scale_rule,
+        "topk_indices": given.topk,
     }
 
 
@@ -203,7 +209,7 @@ def prepare_keys(
     index_cache: torch.Tensor | None = None,
     index_slots: torch.Tensor | None = None,
 ) -> None:
-    """All of a batch but its attention queries, in one launch: cache rows, the indexer, and the keys in 16 bit.
+    """All of a batch but its attention queries, in one launch: cache rows, the indexer and its top-k rows, 16-bit keys.
 
     vLLM's dense attention reads rotated keys, which no op but the caches holds. A key is what a query of one head is,
     concat(latent, rotate(rope)), so it is passed as one: the bytes are those that the cache rounds.

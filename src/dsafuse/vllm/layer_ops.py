@@ -2,7 +2,8 @@
 
 A layer with both fusions runs three in a row, the middle one vLLM's:
 
-    qk_prepare      absorb (bmm), then prepare_qk in one launch: query, index query, weights, both cache rows
+    qk_prepare      absorb (bmm), then prepare_qk in one launch: query, index query, weights, both cache rows, and -1
+                    in the top-k rows
     indexer_op      scores and top-k
     mla_attend      attention over the chosen rows, and the value projection (bmm)
 
@@ -56,6 +57,7 @@ def qk_prepare(
     index_cos_sin_cache: torch.Tensor,
     index_q_out: torch.Tensor,
     weights_out: torch.Tensor,
+    topk_indices: torch.Tensor | None,
     layer_name: LayerNameType,
 ) -> None:
     """Prepare everything of a layer that has an indexer, in one launch behind the absorbing bmm.
@@ -63,11 +65,23 @@ def qk_prepare(
     q [tokens, heads, nope + rope], k_pe [tokens, rope] and index_q [tokens, index heads, 128] are not rotated;
     k_and_weights [tokens, 128 + index heads], straight from their projection. Writes index_q_out (fp8), weights_out
     (fp32), both caches, and the layer's query buffer, from which `mla_attend` reads.
+
+    topk_indices: [>= tokens, topk] int32, the buffer of vLLM's indexer op, whose rows [0, tokens) become -1, padding
+    included, as by its own fill: where drafts have unlike lengths, its top-k writes and reads rows beyond the batch.
+    None where vLLM's op fills them. A step without a batch, or without tokens, leaves them: nobody reads them then.
     """
     metadata, layer, kv_cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     mla = MlaInputs(q, kv_c, k_pe, positions, cos_sin_cache)
     index = IndexInputs(
-        index_q, k_and_weights, norm_weight, norm_bias, positions, index_cos_sin_cache, index_q_out, weights_out
+        index_q,
+        k_and_weights,
+        norm_weight,
+        norm_bias,
+        positions,
+        index_cos_sin_cache,
+        index_q_out,
+        weights_out,
+        topk_indices,
     )
     if kv_cache.numel() == 0:  # a profiling run, before there are caches
         rehearse(layer, mla, index)
@@ -88,6 +102,8 @@ def qk_prepare(
         prepare_mla_queries(layer, tokens - dense, mla)
     else:
         prepare_both(layer, tokens, mla, kv_cache, slots, index, index_cache, index_slots)
+    if topk_indices is not None and tokens < len(q):  # eager steps and piecewise graphs; others are captured full
+        topk_indices[tokens : len(q)].fill_(-1)
     counters.count("prepare_qk", "fallback" if dense else "fused")
     counters.count("indexer", "fused")
     counters.count("mla", "fused")
@@ -240,7 +256,7 @@ def _dense_tokens(layer: Any, metadata: Any) -> int:
 # The order of the two wrappers is vLLM's: the eager break outermost, so that a KV connector's waiting and saving are
 # not recorded into a graph. What only prepares is broken at, too: it reads the batch.
 for _op, _mutates in (
-    (eager_break_during_capture(qk_prepare), ["index_q_out", "weights_out"]),
+    (eager_break_during_capture(qk_prepare), ["index_q_out", "weights_out", "topk_indices"]),
     (eager_break_during_capture(maybe_transfer_kv_layer(mla_attend)), ["output"]),
     (eager_break_during_capture(maybe_transfer_kv_layer(mla_prepare_and_attend)), ["output"]),
     (eager_break_during_capture(indexer_prepare), ["q_out", "weights_out"]),

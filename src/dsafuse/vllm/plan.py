@@ -11,7 +11,7 @@ import torch
 
 from dsafuse import fused_qk_rope_concat_and_cache_mla, indexer_qk_rope_quant_and_cache, prepare_qk, switches
 from dsafuse.dispatch import PROVIDERS, Decision
-from dsafuse.ops.config import Config, indexer_config, mla_config
+from dsafuse.ops.config import ClearTopk, Config, indexer_config, mla_config
 from dsafuse.target import Target
 from dsafuse.vllm import gates, host, logger
 
@@ -72,6 +72,7 @@ class LayerPlan:
     """Both ops of one layer.
 
     together: both are fused, and in one launch, `prepare_qk`.
+    uncleared: why vLLM's indexer op clears its top-k rows itself; None if that launch does.
     """
 
     layer: str
@@ -81,6 +82,12 @@ class LayerPlan:
     mla_call: MlaCall | None = None
     indexer_call: IndexerCall | None = None
     together: bool = False
+    uncleared: str | None = None
+
+    @property
+    def clears_topk(self) -> bool:
+        """Whether the one launch clears the top-k rows, and vLLM's indexer op is told so."""
+        return self.together and self.uncleared is None
 
     @property
     def ops(self) -> tuple[OpPlan, ...]:
@@ -100,10 +107,14 @@ class LayerPlan:
             "mla": asdict(self.mla),
             "indexer": asdict(self.indexer),
             "together": self.together,
+            "clears_topk": self.clears_topk,
         }
 
     def __str__(self) -> str:
-        launch = "; both in one launch, prepare_qk" if self.together else ""
+        launch = ""
+        if self.together:
+            cleared = ", top-k rows cleared" if self.clears_topk else f"; vLLM clears its top-k rows ({self.uncleared})"
+            launch = f"; both in one launch, prepare_qk{cleared}"
         return f"{self.kind}: {self.mla}; {self.indexer}{launch}"
 
 
@@ -135,13 +146,18 @@ def build(wrapper: Any, config: Any) -> LayerPlan:
     """
     mla, mla_call, mla_facts = _plan_mla(wrapper, config)
     indexer, indexer_call, indexer_facts = _plan_indexer(wrapper, config)
-    together = False
+    together, uncleared = False, None
     if mla_facts is not None and indexer_facts is not None:
         # The same gates as for each alone, over both: in practice this is always accepted.
         facts = replace(mla_facts, index_q=indexer_facts.index_q, index_k=indexer_facts.index_k)
+        uncleared = gates.why_vllm_clears(wrapper)
+        if uncleared is None:
+            facts = replace(facts, clear_topk=ClearTopk(wrapper.indexer.indexer_op.topk_indices_buffer.shape[1]))
         decision = prepare_qk.choose(facts, Target.of(gates.device()), here=True)
         together = decision.provider == mla.provider == indexer.provider
-    plan = LayerPlan(wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call, together)
+    plan = LayerPlan(
+        wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call, together, uncleared
+    )
     keep(plan, strict=wrapper.is_sparse)
     if plan.fused:
         gates.join_compilation(config, f"{plan} {mla_call} {indexer_call}")

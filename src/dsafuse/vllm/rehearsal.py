@@ -52,8 +52,8 @@ def rehearse(layer: Any, mla: MlaInputs, index: IndexInputs | None) -> None:
         return
     call, block_size = state.plan.mla_call, state.blocks.size
     assert call is not None
-    index_heads = None if index is None else index.q.shape[1]
-    if not _new_to((str(state.plan), call, state.plan.indexer_call, index_heads, block_size), mla.q):
+    widths = None if index is None else (index.q.shape[1], None if index.topk is None else index.topk.shape[1])
+    if not _new_to((str(state.plan), call, state.plan.indexer_call, widths, block_size), mla.q):
         return
     dtype = mla.q.dtype if call.kv_layout == "plain" else torch.uint8
     kv_cache = mla.q.new_empty((1, block_size, MLA_WIDTHS[call.kv_layout]), dtype=dtype)

@@ -4,6 +4,7 @@
 |---|---|---|
 | `MultiHeadLatentAttentionWrapper` | `PluggableLayer.register_oot`, official | it calls rope, indexer and attention |
 | `indexer_op.skip_k_cache_insert` | set where the indexer is fused | the fused op has written the key |
+| `torch.ops.vllm.sparse_attn_indexer` | called in place of `indexer_op` | the fused op has cleared the top-k rows |
 | `MLAAttention`, `DeepseekV32IndexerCache` | an attribute, `dsafuse` | an op finds its layer by name |
 | `compilation_config.splitting_ops` | appended to | piecewise graphs split at our ops |
 | `additional_config["dsafuse"]` | set | vLLM's compile cache tells plans apart |
@@ -29,6 +30,7 @@ from dsafuse.vllm import (
     host,
     layer_ops,  # noqa: F401 -- registers the ops that forward calls
     plan,
+    scoring,
 )
 from dsafuse.vllm.buffers import query_buffer
 from dsafuse.vllm.launches import Blocks, IndexLayer, Layer
@@ -125,6 +127,8 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         index_q, k_and_weights, index_q_out, weights_out = self._index_inputs(hidden_states, q_c)
         output = self._output(q)
         name = _encode_layer_name(self.mla_attn.layer_name)
+        # The buffer of vLLM's op, asked each time: a draft gets its model's when it has been loaded.
+        topk = self.indexer.indexer_op.topk_indices_buffer if self.dsafuse_plan.clears_topk else None
         torch.ops.dsafuse.qk_prepare(
             q,
             kv_c,
@@ -138,9 +142,10 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
             self.indexer_rope_emb.cos_sin_cache,
             index_q_out,
             weights_out,
+            topk,
             name,
         )
-        self._run_indexer(hidden_states, index_q_out, k_and_weights, weights_out)
+        self._run_indexer(hidden_states, index_q_out, k_and_weights, weights_out, cleared=topk is not None)
         self._topk_is_ready()
         torch.ops.dsafuse.mla_attend(
             q,
@@ -187,10 +192,18 @@ class FusedMultiHeadLatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         return q, k_and_weights, q_out, weights_out
 
     def _run_indexer(
-        self, hidden_states: torch.Tensor, q: torch.Tensor, k_and_weights: torch.Tensor, weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        q: torch.Tensor,
+        k_and_weights: torch.Tensor,
+        weights: torch.Tensor,
+        cleared: bool = False,
     ) -> None:
         # The key is written already. vLLM 0.26's op wants a tensor in its place all the same, and reads none of it.
-        self.indexer.indexer_op(hidden_states, q, k_and_weights, weights)
+        if cleared:
+            scoring.on_cleared_rows(self.indexer.indexer_op, hidden_states, q, k_and_weights, weights)
+        else:
+            self.indexer.indexer_op(hidden_states, q, k_and_weights, weights)
 
     def _topk_is_ready(self) -> None:
         if self._records_topk:

@@ -18,13 +18,19 @@ def cpu_index_topk(
     weights: torch.Tensor,
     topk_indices: torch.Tensor,
     insert: bool,
+    clear: bool,
     layer_name: LayerNameType,
 ) -> None:
-    """Write this step's index keys unless they are written already, score, and fill the top-k rows."""
+    """Write this step's index keys unless they are written already, score, and fill the top-k rows.
+
+    As vLLM says of its kernels, a row keeps what it held behind a context that is shorter than it; so it must be -1
+    before, and is with `clear`.
+    """
     context = get_forward_context()
     name = _resolve_layer_name(layer_name)
     metadata = context.attn_metadata
-    topk_indices[: q.shape[0]] = -1
+    if clear:
+        topk_indices[: q.shape[0]] = -1
     if not isinstance(metadata, dict):  # a profiling run: there is no batch and no cache
         return
     batch = metadata[name]
@@ -39,7 +45,8 @@ def cpu_index_topk(
         length = int(batch.seq_lens[request])
         blocks = batch.block_table[request, : -(-length // block_size)].long()
         keys = formats.read_index_keys(kv_cache, blocks, length, dim)
-        topk_indices[first:last] = attention.choose(q[first:last], weights[first:last], keys, topk_indices.shape[1])
+        count = min(length, topk_indices.shape[1])
+        topk_indices[first:last, :count] = attention.choose(q[first:last], weights[first:last], keys, count)
 
 
 define("cpu_index_topk", cpu_index_topk, lambda *args: None, mutates=["topk_indices"])
@@ -52,18 +59,28 @@ class TorchSparseAttnIndexer(SparseAttnIndexer):
         self, hidden_states: torch.Tensor, q_quant: Any, k: torch.Tensor | None, weights: torch.Tensor
     ) -> torch.Tensor:
         """Fill the shared top-k buffer and return it."""
+        self._choose(q_quant, k, weights, clear=True)
+        buffer: torch.Tensor = self.topk_indices_buffer
+        return buffer
+
+    forward_native = forward_cpu
+
+    def forward_on_cleared_rows(
+        self, hidden_states: torch.Tensor, q_quant: Any, k: torch.Tensor | None, weights: torch.Tensor
+    ) -> None:
+        """The same where the buffer's rows are -1 already; `dsafuse.vllm.scoring`."""
+        self._choose(q_quant, k, weights, clear=False)
+
+    def _choose(self, q_quant: Any, k: torch.Tensor | None, weights: torch.Tensor, clear: bool) -> None:
         torch.ops.dsafuse.cpu_index_topk(
             q_quant,
             k,
             weights,
             self.topk_indices_buffer,
             not self.skip_k_cache_insert,
+            clear,
             _encode_layer_name(self.k_cache.prefix),
         )
-        buffer: torch.Tensor = self.topk_indices_buffer
-        return buffer
-
-    forward_native = forward_cpu
 
 
 def per_token_group_quant_fp8(
