@@ -198,21 +198,11 @@ def _rotary_part_alone(op: Op[..., Any], call: dict[str, Any], query: str) -> li
     return [call | {"q_nope": None}] if optional and query == "activation" else []
 
 
-<<<<<<< HEAD
-=======
 def _clearing_nothing(call: dict[str, Any]) -> list[dict[str, Any]]:
     """The call of prepare_qk, which has top-k rows, but no q_c, for an engine that clears these rows itself."""
     return [call | {"topk_indices": None}] if call.get("topk_indices") is not None and "q_c" not in call else []
 
 
-def planned_tokens(device: torch.device, most: int) -> list[int]:
-    """Token counts, the last of them `most`, that together meet every launch plan of a GPU for up to so many tokens."""
-    by_vendor: Any = importlib.import_module("dsafuse.kernels.plans").PLANS
-    plans = by_vendor[Target.of(device).vendor].values()
-    return sorted({most, *(limit for plan in plans for limit, _ in plan if limit < most)})
-
-
->>>>>>> 594a8d5 (prepare_qk clears the rows of top-k indices; on vLLM 0.26 the indexer's op is told so: one launch fewer a layer)
 def _shape(model: str | ModelShape) -> ModelShape:
     if isinstance(model, str):
         _expect("model", [model], MODELS)
