@@ -95,9 +95,7 @@ def test_the_latent_path_moves_wide_pieces(target: str) -> None:
 
 @pytest.mark.parametrize("target", TESTED)
 def test_top_k_rows_are_cleared_by_stores_of_16_bytes_and_cost_no_register(target: str) -> None:
-    without, cleared = (
-        of_most_tokens(Kernel(target, "prepare_qk", variant, FULL)) for variant in ("fp8", "top-k rows")
-    )
+    without, cleared = (fused(Kernel(target, "prepare_qk", variant, FULL)) for variant in ("fp8", "top-k rows"))
     row_bytes = 4 * MODELS["deepseek-v3.2"].index_topk
     assert cleared.stores[16] - without.stores.get(16, 0) == row_bytes // cleared.threads // 16
     assert (cleared.registers, cleared.shared_bytes) == (without.registers, without.shared_bytes)
