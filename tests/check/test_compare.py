@@ -222,6 +222,17 @@ def test_a_norm_may_be_one_rounding_off_and_not_two(name):
 
 
 @pytest.mark.parametrize("name", ["q_c_out", "kv_c_out"])
+def test_what_falls_apart_in_a_row_that_all_tokens_share_is_counted_once(name):
+    def change(got: Arm, _inputs):
+        got.tensors[name].view(torch.int16)[:, 0] += 1
+
+    shared = replace(LATENTS, strides="broadcast")
+    assert flipped(LATENTS, change).norm_elements_off == LATENTS.tokens > 1
+    assert flipped(shared, change).norm_elements_off == 1
+    assert flipped(shared, change).norm_elements < flipped(LATENTS, change).norm_elements / 2
+
+
+@pytest.mark.parametrize("name", ["q_c_out", "kv_c_out"])
 def test_an_fp32_norm_may_be_some_ulp_off_and_is_not_counted(name):
     case = replace(LATENTS, activation="fp32", layout="plain")
     few, more = nudged(case, name, NORM_ULPS), nudged(case, name, NORM_ULPS + 1)

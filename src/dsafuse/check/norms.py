@@ -6,6 +6,7 @@
 * A scale that follows from a row or a tile may differ where its amax does: at most NORM_ROW_RATE of a set; such rows
   are compared dequantised. An fp32 scale may move by SCALE_ULPS without being counted.
 * An element of 32 bits may differ by NORM_ULPS representable values.
+* A case that broadcasts has one row for all tokens: what falls apart in it does so in each, and is counted once.
 
 NORM_ULPS, for RMSNorm, (x * r) * w with r = 1 / sqrt(mean(x * x) + eps), u = 2**-24 being half the spacing at 1: two
 orders of a sum of n <= 2048 non-negative terms, in which no term passes through more than h = 32 additions (a thread
@@ -44,7 +45,7 @@ def compare_normed(case: Case, inputs: Inputs, got: Arm, expected: Arm, result: 
             if name in expected.tensors:
                 mine, theirs = got.tensors[name], expected.tensors[name]
                 if mine.shape == theirs.shape:
-                    _compare_elements(name, mine, theirs, result)
+                    _compare_elements(case, name, mine, theirs, result)
                     mine.copy_(theirs)
     for cache in caches_of(case):
         slots = inputs.slots(cache.slot_mapping)
@@ -65,19 +66,25 @@ def _compare_latents(
     """Normed latents of a cache without scales of its own."""
     dtype = DTYPES[case.fp8 if cache.layout.has_fp8 else case.activation]
     mine, theirs = _rows(case, cache, slots, got, expected, "latent", dtype)
-    _compare_elements(f"{cache.name}.latent of the rows written", mine, theirs, result)
+    _compare_elements(case, f"{cache.name}.latent of the rows written", mine, theirs, result)
     _make_equal(case, cache, slots, got, expected, ("latent",))
 
 
-def _compare_elements(name: str, mine: torch.Tensor, theirs: torch.Tensor, result: Comparison) -> None:
+def _drawn(case: Case, groups: int = 1) -> slice:
+    """The rows, of so many groups each, whose values were drawn apart."""
+    return slice(groups) if case.strides == "broadcast" else slice(None)
+
+
+def _compare_elements(case: Case, name: str, mine: torch.Tensor, theirs: torch.Tensor, result: Comparison) -> None:
     """Elements without a scale: at most a code apart, or a few ulp where they have 32 bits."""
     wide = mine.element_size() == 4
     for start, a, b in _pieces(mine, theirs):
         distance = (ordered(a) - ordered(b)).abs()
         distance = distance.masked_fill(a.float().isnan() & b.float().isnan(), 0)
         if not wide:
-            result.norm_elements += distance.numel()
-            result.norm_elements_off += int((distance > 0).sum())
+            counted = distance[_drawn(case)]
+            result.norm_elements += counted.numel()
+            result.norm_elements_off += int((counted > 0).sum())
         if distance.numel():
             result.code_distance = max(result.code_distance, int(distance.max()))
         far = distance > (NORM_ULPS if wide else 1)
@@ -133,10 +140,11 @@ def _compare_scaled(
     a, b = (c.view(torch.uint8).reshape(-1, LATENT_TILE) for c in codes)
     distance = (ordered(a.view(codes[0].dtype)) - ordered(b.view(codes[0].dtype))).abs()
     moved = (ordered(scales[0]) - ordered(scales[1])).abs().flatten() > scale_ulps
-    result.norm_elements += distance.numel()
-    result.norm_rows += len(moved)
-    result.norm_elements_off += int((distance[~moved] > 0).sum())
-    result.norm_rows_off += int(moved.sum())
+    drawn = _drawn(case, groups)
+    result.norm_elements += distance[drawn].numel()
+    result.norm_rows += len(moved[drawn])
+    result.norm_elements_off += int((distance[drawn][~moved[drawn]] > 0).sum())
+    result.norm_rows_off += int(moved[drawn].sum())
     far = (distance > 1) & ~moved[:, None]
     if name == "key":
         far &= ~_cancelled(case, *(c.view(codes[0].dtype).float() for c in (a, b)))
