@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from typer.testing import CliRunner
 from dsafuse.cli.app import app
 from dsafuse.serving import tables
 from dsafuse.serving.grid import Cell
+from dsafuse.serving.record import BY_KEY, Record, compare
 from dsafuse.serving.targets import Target, check, read_targets
 from tests.serving.test_record import record
 
 RUNNER = CliRunner()
-TARGETS = Path(__file__).parents[2] / "benchmarks/serve-targets.toml"
+ROOT = Path(__file__).parents[2]
+TARGETS = ROOT / "benchmarks/serve-targets.toml"
+SERVED = sorted((ROOT / "benchmarks/results").glob("*serve*.json"))
+TOLD = ("median_tpot_ms", "mean_tpot_ms", "median_itl_ms", "output_throughput")
+"""What docs/serving.md shows of each cell of 128 heads, TPOT's repeats after the first."""
 
 
 def measured(ratio: float, concurrency: int = 8, isl: int = 1024, **conditions: Any) -> Any:
@@ -48,6 +54,30 @@ def test_times_and_throughput_are_held_by_ratios_above_one() -> None:
     faster = [Target(metric=metric, at_least=1.19) for metric in ("median_ttft_ms", "output_throughput")]
     assert [finding.state for finding in check([measured(1.2)], faster)] == ["holds", "holds"]
     assert [finding.state for finding in check([measured(1.1)], faster)] == ["misses", "misses"]
+
+
+@pytest.mark.skipif(not SERVED, reason="no measurement of serving is recorded in benchmarks/results")
+def test_docs_tell_what_the_recorded_runs_hold_and_miss() -> None:
+    document = (ROOT / "docs/serving.md").read_text()
+    records = [Record.read(path) for path in SERVED]
+    found = check(records, read_targets(TARGETS))
+    told = re.search(r"^`--summary --check .*: (\d+) hold, (\d+) missed, (\d+) not measured\.$", document, re.MULTILINE)
+    assert told is not None
+    counted = [[finding.state for finding in found].count(state) for state in ("holds", "misses", "not measured")]
+    assert counted == [int(count) for count in told.groups()]
+
+    (record,) = (one for one in records if one.conditions["heads"] == 128)
+    rows = re.findall(r"^\| (\d+) \| (\d\.\d+) \| (\d\.\d{3} \|.*) \|$", document, re.MULTILINE)
+    assert len(rows) == len(record.cells())
+    for cell, (concurrency, target, cells) in zip(record.cells(), rows, strict=True):
+        repeats = record.repeats(cell)
+        shown = [f"{compared.ratio:.3f}" for key in TOLD if (compared := compare(BY_KEY[key], repeats)) is not None]
+        shown.insert(1, ", ".join(f"{BY_KEY[TOLD[0]].ratio(off, on):.3f}" for off, on in repeats))
+        assert (int(concurrency), cells) == (cell.concurrency, " | ".join(shown))
+        asked = [one.target.at_least for one in found if one.at == (128, "fp8", cell.isl, cell.concurrency)]
+        assert float(target) == max(asked)
+    missed = {finding.at for finding in found if finding.state == "misses"}
+    assert missed == {(128, "fp8", 1024, int(concurrency)) for concurrency, target, _ in rows if target == "1.03"}
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def serve_bench(
     write_model: Annotated[
         str | None, typer.Option(help="Only write MODEL_DIR: a rank of deepseek-v3.2, for --load-format dummy.")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Of the model to write.")] = 24,
+    layers: Annotated[int, typer.Option(help="Of the model to write.")] = 40,
     heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
     commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     read: Annotated[
