@@ -15,7 +15,8 @@ from dsafuse.serving.record import Record
 from tests.serving.test_record import record
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "benchmarks/results/h200-2026-11-29.json"
+RUN = ROOT / "benchmarks/results/h200-2026-11-30.json"
+COMPILED = ROOT / "benchmarks/results/h200-2026-11-30-compiled.json"
 SERVED = sorted((ROOT / "benchmarks/results").glob("*serve*.json"))
 MARKED = re.compile(r"^<!-- serve-bench -->\n(.*?)^<!-- /serve-bench -->$", re.MULTILINE | re.DOTALL)
 """Where a document has the table of `dsafuse serve-bench --read ... --summary`."""
@@ -25,20 +26,23 @@ def figure(us: float) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-def test_the_table_has_the_figures_of_the_recorded_run() -> None:
-    shown = [row for row in Run.read(RUN).rows if (row.l2, row.form) == ("cold", WRAPPER)]
+@pytest.mark.parametrize(
+    ("page", "run", "other"), [("README.md", RUN, "split"), ("docs/benchmarks.md", COMPILED, "compiled")]
+)
+def test_the_table_has_the_figures_of_the_recorded_run(page: str, run: Path, other: str) -> None:
+    shown = [row for row in Run.read(run).rows if (row.l2, row.form) == ("cold", WRAPPER)]
     times = {(row.op, row.heads, row.tokens, row.arm): row.median_us for row in shown}
-    readme = (ROOT / "README.md").read_text()
-    header = re.search(r"^\| op, H/HI \|(.*)\|$", readme, re.MULTILINE)
+    document = (ROOT / page).read_text()
+    header = re.search(r"^\| op, H/HI \|(.*)\|$", document, re.MULTILINE)
     assert header is not None
     tokens = [int(cell.split("=")[1].replace(",", "")) for cell in header[1].split("|")]
-    rows = re.findall(r"^\| `(\w+)`, (\d+/\d+) \|(.*)\|$", readme, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)`, (\d+/\d+) \|(.*)\|$", document, re.MULTILINE)
     assert {(op, heads) for op, heads, _ in rows} == {(row.op, row.heads) for row in shown}
     for op, heads, cells in rows:
         for count, cell in zip(tokens, cells.split("|"), strict=True):
-            fused, split = (times[op, heads, count, arm] for arm in ("fused", "split"))
-            assert cell.strip() == f"{figure(fused)} ({split / fused:.1f}x)", (op, heads, count)
-            assert fused < split
+            fused, its = (times[op, heads, count, arm] for arm in ("fused", other))
+            assert cell.strip() == f"{figure(fused)} ({its / fused:.1f}x)", (op, heads, count)
+            assert fused < its
 
 
 def test_the_counts_of_held_and_missed_targets_are_those_of_the_recorded_run() -> None:
