@@ -250,6 +250,7 @@ def train(
         trainer.resume(torch.load(state, map_location=trainer.device, weights_only=True))
         say(f"resumed at step {trainer.step}")
         log = json.loads(kept.read_text()) if kept.exists() else []
+        log = [entry for entry in log if entry["step"] <= trainer.step]  # it is written first
     began = time.monotonic() - trainer.passed
     said = saved = time.monotonic()
     last = trainer.step
@@ -278,13 +279,13 @@ def train(
         if now - saved >= save_s:
             if validate and 2 * trainer.recipe.stages[trainer.stage].context >= validate[1]:
                 log.append(keep_the_best(trainer, out, *validate))
-            save(trainer, state)
             dump(kept, log)
+            save(trainer, state)
             saved = time.monotonic()
     if validate:
         log.append(keep_the_best(trainer, out, *validate))
-    save(trainer, state)
     dump(kept, log)
+    save(trainer, state)
     return log
 
 

@@ -39,6 +39,22 @@ def test_each_signal_interrupts(number: signal.Signals) -> None:
         signal.raise_signal(number)
 
 
+def test_a_second_signal_does_not_cut_what_the_first_began() -> None:
+    """SIGHUP and SIGTERM of a terminal that closes: the second comes while all is put in order."""
+    done = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            done.append("in order")
+
+    with pytest.raises(KeyboardInterrupt), stopping.interrupted():
+        work()
+    assert done == ["in order"]
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_held_signal_acts_behind_the_block(number: signal.Signals) -> None:
     done = []

@@ -40,8 +40,18 @@ def handling(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Let each of them do what Ctrl-C does: KeyboardInterrupt, so that all is put in order."""
-    with handling(signal.default_int_handler):
+    """Let the first of them do what Ctrl-C does: KeyboardInterrupt, so that all is put in order.
+
+    What the first began a second does not cut short: a terminal that closes sends SIGHUP, and then SIGTERM.
+    """
+    came: list[int] = []
+
+    def first(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) == 1:
+            signal.default_int_handler(number, frame)
+
+    with handling(first):
         yield
 
 

@@ -153,7 +153,7 @@ def test_tables_and_markdown_tell_the_same(settings: Settings) -> None:
     record = json.loads(json.dumps(record))
     assert not record["ok"]
     text = report.markdown(record)
-    assert "| a\\|b | auto | off | 8 | 100.00 ± 0.00 |" in report.summary([{**record, "model": "a|b"}])
+    assert "| a&#124;b | auto | off | 8 | 100.00 ± 0.00 |" in report.summary([{**record, "model": "a|b"}])
     assert "| auto | off | 8 | 100.00 ± 0.00 | 0.00 ± 0.00 | -100.00 ± 0.00 | 8/0 | 0.0078 | 8 | - |" in text
     assert "FAILED: auto cache: 8 answers were right" in text
 

@@ -57,7 +57,7 @@ def choose(*args: Any, **kwargs: Any) -> None:
     assert kwargs["skip_topk_buffer_clear"]
     _, prefix, _, q, _, _, weights, *_, topk_indices = args
     assert bool((topk_indices[: len(q)] == -1).all())
-    torch.ops.dsafuse.cpu_index_topk(q, None, weights, topk_indices, False, _encode_layer_name(prefix))
+    torch.ops.dsafuse.cpu_index_topk(q, None, weights, topk_indices, False, False, _encode_layer_name(prefix))
 
 
 def eh_norm(positions: torch.Tensor, embeds: Any, previous: Any, enorm: Any, hnorm: Any, eps: float) -> torch.Tensor:

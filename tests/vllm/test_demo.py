@@ -114,6 +114,15 @@ def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert result.seconds < 60
 
 
+def test_an_arm_that_reads_no_job_is_stopped(tmp_path: Path) -> None:
+    """Its job is larger than a pipe."""
+    prompts = [[1] * 1000] * 100
+    arm = arms.Arm("deaf", {}, prompts, 1, {}, tmp_path / "log", command=("-c", "import time; time.sleep(600)"))
+    began = time.monotonic()
+    assert arms.serve([arm], lambda *_: None, began + 1) == ["the deaf arm did not end in time"]
+    assert time.monotonic() < began + 30
+
+
 class Stopped(subprocess.Popen[str]):
     """A process, and a Ctrl-C before whoever starts it knows it."""
 

@@ -149,7 +149,7 @@ def markdown(record: Record) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table. A cell keeps to its place: of its characters, a | is escaped and a line's end is a space."""
-    lines = [[re.sub(r"\s*\n\s*", " ", cell).replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    """A Markdown table. A cell keeps to its place: a | of its own is an entity, a line's end a space."""
+    lines = [[re.sub(r"\s*[\r\n]\s*", " ", cell).replace("|", "&#124;") for cell in row] for row in (header, *rows)]
     lines.insert(1, ["---"] * len(header))
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)

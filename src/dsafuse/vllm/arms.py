@@ -111,15 +111,19 @@ class Arm(Generic[C]):
                 text=True,
                 start_new_session=True,
             )
-        assert self.process.stdin is not None
-        # A process that is dead already takes no job; its exit code and its log say why.
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(self._job)
-        threading.Thread(target=self._read, daemon=True).start()
+        for work in (self._write, self._read):
+            threading.Thread(target=work, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         stopping.end(self.process)
+
+    def _write(self) -> None:
+        """The job, which a pipe does not hold: who imports vLLM, or hangs there, does not read yet."""
+        assert self.process.stdin is not None
+        # A process that is dead already takes no job; its exit code and its log say why.
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            stdin.write(self._job)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
