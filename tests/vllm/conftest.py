@@ -183,6 +183,11 @@ RUNS: dict[str, tuple[list[str], dict[str, str], dict[str, dict[str, Any]]]] = {
 }
 
 
+# As they are before any test: runs go on behind tests that replace them.
+START, PYTHON = subprocess.Popen, sys.executable
+INHERITED = {key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")}
+
+
 def _serve(
     name: str, checkpoints_at: Path, log: Path, began: Callable[[subprocess.Popen[str]], None]
 ) -> dict[str, Result]:
@@ -195,14 +200,13 @@ def _serve(
             for cell in cells.values()
         ],
     }
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")}
     with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *command],
+        process = START(
+            [PYTHON, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**inherited, **ENVIRONMENT, "VLLM_PLUGINS": "dsafuse", **environment},
+            env={**INHERITED, **ENVIRONMENT, "VLLM_PLUGINS": "dsafuse", **environment},
             text=True,
         )
     began(process)
