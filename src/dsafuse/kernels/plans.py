@@ -59,10 +59,10 @@ WORK = {
 #   queries           7.6 % less; up to 3 % more from 256 tokens on
 #   queries and keys  3.5 % less; 8 % more at 4 tokens and 128/64 heads, 3 % at 64. Lone rows and 4 warps up to 16
 #                     tokens, then 8 query heads, 32 indexer heads and 8 keys, would give 1.5 % more
-#   latents           7 % less, and 2 % more of that in place of vLLM's own function. Two latent rows to a program and
-#                     lone rows of q_c: at 1,024 tokens all programs live at once, or nearly (1,664 of 1,584 there), and
-#                     at decode none has more to do than with lone rows of both. Its tokens' programs stand together:
-#                     what is written at one time, half of it rows of top-k indices, is then near in memory
+#   latents           7 % less, as with two plans; 5 % less than with two in place of vLLM's own function. Two latent
+#                     rows to a program and lone rows of q_c: at 1,024 tokens all 1,664 programs live at once (there
+#                     1,584 do). Its tokens' programs stand together: what is written at one time, half of it rows of
+#                     top-k indices, is then near in memory
 #
 # amd: not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
 # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128 threads

@@ -315,30 +315,29 @@ def row(version_: str | None = None, platform_: str | None = None) -> Tested | s
     return f"vLLM and its platform must be one of those tested ({rows}), got {version_ or version()} on {found[1]}"
 
 
+def _of_version(symbols: Mapping[str, tuple[Symbol, ...]], purpose: str) -> list[str]:
+    """The differences from the symbols of the installed version; that there are none for it is one."""
+    found = symbols.get(minor(version()))
+    if found is None:
+        return [f"vLLM must be one of {', '.join(symbols)} for {purpose}, got {version()}"]
+    return differences(found)
+
+
 def wrapper_differences() -> list[str]:
     """In what the installed vLLM differs from what the wrapper path was written for."""
-    symbols = WRAPPER_SYMBOLS.get(minor(version()))
-    if symbols is None:
-        return [f"vLLM must be one of {', '.join(WRAPPER_SYMBOLS)} for the wrapper path, got {version()}"]
-    return differences(symbols)
+    return _of_version(WRAPPER_SYMBOLS, "the wrapper path")
 
 
 @cache
 def flashmla_differences() -> tuple[str, ...]:
     """In what FlashMLA's sparse backend differs from what the padded query was written for."""
-    symbols = FLASHMLA_SYMBOLS.get(minor(version()))
-    if symbols is None:
-        return (f"vLLM must be one of {', '.join(FLASHMLA_SYMBOLS)} for a padded query, got {version()}",)
-    return tuple(differences(symbols))
+    return tuple(_of_version(FLASHMLA_SYMBOLS, "a padded query"))
 
 
 @cache
 def scoring_differences() -> tuple[str, ...]:
     """In what vLLM's indexer op differs from what its call on cleared rows was written for."""
-    symbols = SCORING_SYMBOLS.get(minor(version()))
-    if symbols is None:
-        return (f"vLLM must be one of {', '.join(SCORING_SYMBOLS)} for cleared top-k rows, got {version()}",)
-    return tuple(differences(symbols))
+    return tuple(_of_version(SCORING_SYMBOLS, "cleared top-k rows"))
 
 
 @cache

@@ -41,8 +41,8 @@ def _compiles(tensor: torch.Tensor) -> bool:
 def rehearse(layer: Any, mla: MlaInputs, index: IndexInputs | None) -> None:
     """Take the buffers' memory and compile the layer's kernels, in vLLM's profiling run, before there are caches.
 
-    Each launch that a batch may need is made once per kind of layer, on caches of one block, without
-    slots: so nothing is written but outputs.
+    Each launch that a batch may need is made once per kind of layer, on caches of one block, without slots: so nothing
+    is written but outputs.
     """
     state: Layer = layer.dsafuse
     tokens = len(mla.q)
