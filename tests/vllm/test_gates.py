@@ -346,7 +346,7 @@ def test_vllms_op_is_told_of_cleared_rows_only_as_it_was_read(monkeypatch: pytes
         pass
 
     def why(kind: type, **changes: Any) -> str | None:
-        op = kind.__new__(kind)
+        op = torch.nn.Module.__new__(kind)  # not what is registered in its place
         torch.nn.Module.__init__(op)
         op.__dict__.update({"topk_indices_buffer": torch.empty((16, 64), dtype=torch.int32), **changes})
         return gates.why_vllm_clears(layers.wrapper(indexer__indexer_op=op))
