@@ -10,6 +10,7 @@ import triton.language as tl
 from dsafuse import layouts, numerics
 from dsafuse.kernels.tiles import (
     bounded,
+    divide,
     let_next_grid_start,
     live_slot,
     load_angles,
@@ -213,16 +214,16 @@ def store_latent_rows(
             ROWS: tl.constexpr = latent.shape[0]
             TILES: tl.constexpr = LATENT // LATENT_TILE
             tiles = tl.reshape(wide, (ROWS * TILES, LATENT_TILE))
+            # The floor is one of the scale: at FP8_MAX times it, the scale is the floor, or the power of two above it.
+            FLOOR: tl.constexpr = DS_MLA_FLOOR if TILE_UE8M0 else DS_MLA_FLOOR_FP32
+            amax = bounded(row_max(tl.abs(tiles)), FLOOR * FP8_MAX)
             if TILE_UE8M0:
-                # The floor is one of the scale. At FP8_MAX times it, the scale is the power of two above the floor.
-                amax = bounded(row_max(tl.abs(tiles)), DS_MLA_FLOOR * FP8_MAX)
                 scale, inverse = power_of_two_scale(amax, FP8_MAX)
-                scaled = tl.reshape(tiles * inverse[:, None], (ROWS, LATENT))
+                tiles = tiles * inverse[:, None]
             else:
-                # Nothing but NaN counts as 0.
-                quotient = tl.div_rn(bounded(row_max(tl.abs(tiles)), 0.0), FP8_MAX)
-                scale = tl.maximum(quotient, DS_MLA_FLOOR_FP32)
-                scaled = tl.reshape(tl.div_rn(tiles, scale[:, None]), (ROWS, LATENT))
+                scale = divide(amax, 1.0 / FP8_MAX)
+                tiles = divide(tiles, (1.0 / scale.to(tl.float64))[:, None])
+            scaled = tl.reshape(tiles, (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
             tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)
             rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
