@@ -74,7 +74,7 @@ PLANS: dict[str, dict[str, LaunchPlan]] = {
     "nvidia": {
         "latents": replace(_ONE, index_rows=8, latent_rows=2, group=16),
         "attention": replace(_ONE, block_heads=8, latent_rows=4, threads=128),
-        "indexer": _ONE,
+        "indexer": replace(_ONE, index_block_heads=32, threads=128),
         "queries": replace(_ONE, threads=128),
         "queries and keys": replace(_ONE, block_heads=8, index_block_heads=32, latent_rows=4, threads=128),
     },
