@@ -97,3 +97,28 @@ def test_rotation_is_not_contracted_to_fma(name: str, text: str, fused: str, mon
     real = launch.launch_options
     monkeypatch.setattr(launch, "launch_options", lambda *a: real(*a) | {"enable_fp_fusion": True})
     assert floating(compiled("mla", call, name, monkeypatch)) != []  # the test would see it
+
+
+IN_FP64 = {
+    "nvidia": (r"\bdiv\.rn\.f64\b", r"\bcvt\.rn\.f32\.f64\b", r"\bdiv\.\S*f32|\brcp\.\S*f32|\.ftz\b"),
+    "amd": (r"\bv_div_fixup_f64\b", r"\bv_cvt_f32_f64", r"\bv_div_fixup_f32\b|\bv_rcp_\S*f32|denorm_mode_\w+ [012]\b"),
+}
+"""(a reciprocal, a rounded quotient, what may not be there: fp32 divisions, and subnormal numbers taken for zeros)."""
+
+ONE_OVER_MOST = {FN: "3F62492492492492", FNUZ: "3F72492492492492"}
+"""1 / 448 and 1 / 224, nearest even, as fp64 bits: an fp32 number would end in zeros."""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tiles_with_fp32_scales_are_divided_in_fp64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, target = FNUZ if name == "gfx942" else FN, Target.named(name)
+    call = mla_call(4, 8, fp8=fp8, scale_rule="fp32")
+    asm = compiled("mla", call, name, monkeypatch).asm
+    text = asm["ptx" if target.vendor == "nvidia" else "amdgcn"]
+    reciprocal, quotient, absent = IN_FP64[target.vendor]
+    assert len(re.findall(reciprocal, text)) == 1
+    assert len(re.findall(quotient, text)) > 1
+    assert not re.findall(absent, text)
+    bits = ONE_OVER_MOST[fp8]
+    for part in [f"0d{bits}"] if target.vendor == "nvidia" else [f"0x{bits[:8].lower()}", f"0x{bits[8:].lower()}"]:
+        assert part in text

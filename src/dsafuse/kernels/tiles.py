@@ -129,9 +129,10 @@ def reciprocal(scale):
 def divide(x, inverse):
     """x / y in fp32, of the fp64 `inverse` 1 / y: correctly rounded wherever it is 2**-126 or more.
 
-    The product's two roundings move it by 2**-52 at most, and no quotient of two fp32 values is nearer than 2**-49 to
-    where fp32 rounds the other way. tl.div_rn has a branch on NVIDIA, of 130 ns, that every zero takes and that keeps a
-    thread's divisions in line (docs/performance.md).
+    The roundings of inverse and product move it by less than 2**-52 of itself, and the nearest midpoint of two fp32
+    numbers is more than 2**-49 of it away (docs/numerics.md, section 6). Below 2**-126 its last bit may be off, which
+    no fp8 code shows. tl.div_rn has a branch on NVIDIA, of 130 ns, that every zero takes and that keeps a thread's
+    divisions in line (docs/performance.md).
     """
     return (x.to(tl.float64) * inverse).to(tl.float32)
 
