@@ -57,9 +57,9 @@ WORK = {
 #   attention         4.7 % less time on average; 3 % more at 128 tokens and 128 heads
 #   indexer           5.1 % less; up to 4 % more at 1,024 and 2,048 tokens. 4 warps up to 128 tokens would give 2 % more
 #   queries           7.6 % less; up to 3 % more from 256 tokens on
-#   queries and keys  3.5 % less; the same as 4 query heads, 16 indexer heads and 2 warps, whose programs of keys are
-#                     twice as long in code: between an engine's GEMMs, which leave none of it in any cache, they take
-#                     0.2 to 0.35 us more up to 64 tokens
+#   queries and keys  3.5 % less; 8 % more at 4 tokens and 128/64 heads, 3 % at 64. Lone rows and 4 warps up to 16
+#                     tokens, then 8 query heads, 32 indexer heads and 8 keys, would give 1.5 % more. A key's sums have
+#                     the order that its rows and threads give them: the indexer's, or this is not the two ops' bytes
 #   latents           7 % less, as with two plans; 5 % less than with two in place of vLLM's own function. Two latent
 #                     rows to a program and lone rows of q_c: at 1,024 tokens all 1,664 programs live at once (there
 #                     1,584 do). Its tokens' programs stand together: what is written at one time, half of it rows of
@@ -74,9 +74,9 @@ PLANS: dict[str, dict[str, LaunchPlan]] = {
     "nvidia": {
         "latents": replace(_ONE, index_rows=8, latent_rows=2, group=16),
         "attention": replace(_ONE, block_heads=8, latent_rows=4, threads=128),
-        "indexer": replace(_ONE, index_block_heads=32, threads=128),
+        "indexer": _ONE,
         "queries": replace(_ONE, threads=128),
-        "queries and keys": replace(_ONE, block_heads=8, index_block_heads=32, latent_rows=4, threads=128),
+        "queries and keys": replace(_ONE, latent_rows=4),
     },
     "amd": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=8, group=4)),
     "cpu": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=16, latent_rows=4, norm_rows=2, group=4, threads=32)),
