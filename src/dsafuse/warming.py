@@ -257,6 +257,7 @@ def meta_call(
     activation: torch.dtype = torch.bfloat16,
     block_size: int = 64,
     scale_rule: str = "ue8m0",
+    index_scale_rule: str = "ue8m0",
     rounding: str = "split",
     dtypes: Mapping[str, torch.dtype] | None = None,
     clear_topk: bool = True,
@@ -321,6 +322,7 @@ def meta_call(
             "index_weights_scale": INDEX_DIM**-0.5 * indexes**-0.5,
             "index_kv_layout": index_kv_layout,
             "index_rope_style": str(shape.index_rope_style),
+            "index_scale_rule": index_scale_rule,
         }
     names = {name: _seam_name(op)(name) for name in inspect.signature(op).parameters}
     return {name: values[known] for name, known in names.items() if known in values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from dsafuse.check.floors import Floors, write
 from dsafuse.kernels import launch, plans
 from dsafuse.layouts import LATENT_DIM, QUERY_DIM
 from dsafuse.models import MODELS
+from dsafuse.registry import OPS
 from dsafuse.target import Target
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "codegen.toml"
@@ -30,6 +32,7 @@ SUBSET = [
     *(Kernel(target, "prepare_queries", "no indexer", FULL) for target in TESTED),
     *(Kernel(target, "prepare_latents", "no indexer", FULL) for target in TESTED),
     Kernel("gfx942", INDEXER, "tiled16", FULL),
+    *(Kernel(target, INDEXER, "indexer fp32", FULL) for target in TESTED),
     Kernel("gfx950", MLA, "fp8_ds_mla", FULL),
     Kernel("sm_90", MLA, "fp8_ds_mla fp32", FULL),
     Kernel("gfx950", MLA, "plain", FULL),
@@ -72,6 +75,17 @@ def test_a_kernel_holds_its_floors(kernel: Kernel) -> None:
 def test_every_kernel_has_a_recorded_floor() -> None:
     recorded = {(key[0], key[1], key[2], key[4:]) for key in Floors.read(RECORDED).kernels}
     assert recorded == {(k.target, k.op, k.variant, k.heads) for k in codegen.kernels()}
+
+
+@pytest.mark.parametrize("target", codegen.TARGETS)
+def test_no_variant_compiles_what_another_does(target: str) -> None:
+    def call(kernel: Kernel) -> tuple[str, tuple[int, int], object]:
+        variant, op = codegen.VARIANTS[kernel.variant], OPS[kernel.op]
+        _, config = op.resolve(**codegen.arguments_of(op, variant, kernel.heads, Target.named(target)))
+        return kernel.op, kernel.heads, config
+
+    calls = Counter(call(k) for k in codegen.kernels([target]) if not codegen.VARIANTS[k.variant].chain)
+    assert [twice for twice, times in calls.items() if times > 1] == []
 
 
 @pytest.mark.parametrize("target", TESTED)

@@ -41,6 +41,7 @@ class Variant:
     scale_rule: str = "ue8m0"
     query_fp8: bool = True
     index_layout: str = "flat"
+    index_scale_rule: str = "ue8m0"
     indexer: bool = True
     vendors: tuple[str, ...] = ("nvidia", "amd")
     chain: bool = False
@@ -57,6 +58,7 @@ VARIANTS = {
         Variant("fp8_ds_mla", layout="fp8_ds_mla", query_fp8=False),
         Variant("fp8_ds_mla fp32", layout="fp8_ds_mla", scale_rule="fp32", query_fp8=False),
         Variant("bf16 query", query_fp8=False),
+        Variant("indexer fp32", index_scale_rule="fp32"),
         Variant("tiled16", index_layout="tiled16", vendors=("amd",)),
         Variant("no indexer", indexer=False),
         Variant("top-k rows", clear_topk=True),
@@ -143,6 +145,8 @@ def _concerns(variant: Variant, op: str) -> bool:
         return not both or "q_c" in parameters  # the other ops' chains have no kernel of their own
     if variant.index_layout != default.index_layout:
         return any(name.endswith("norm_bias") for name in parameters)
+    if variant.index_scale_rule != default.index_scale_rule:
+        return not {"index_q", "index_k"}.isdisjoint(ROLES[op])
     if variant.layout != default.layout:
         return mla and "kv_c" in parameters
     return variant.query_fp8 or "q_nope" in parameters
@@ -187,6 +191,7 @@ def arguments_of(op: Op[..., Any], variant: Variant, heads: tuple[int, int], tar
         scale_rule=variant.scale_rule,
         query="fp8" if variant.query_fp8 else "activation",
         index_kv_layout=variant.index_layout,
+        index_scale_rule=variant.index_scale_rule,
         layer="indexed" if variant.indexer else "unindexed",
         clear_topk=variant.clear_topk or "q_c" in inspect.signature(op).parameters,
     )
