@@ -53,6 +53,13 @@ def test_tiles_are_compiled_for_the_rule_that_is_asked_for(asked: list[tuple[Any
     assert len(done.compiled) == len(warm_up("glm-5.2", "sm_90").compiled)
 
 
+def test_the_indexer_is_compiled_for_its_own_rule(asked: list[tuple[Any, ...]]) -> None:
+    done = warm_up("glm-5.2", "sm_90", index_scale_rule="fp32")
+    roles = [role for each in done.compiled for role in (each.config.index_q, each.config.index_k) if role]
+    assert {role.scale_rule for role in roles} == {"fp32"}
+    assert {kv.scale_rule for each in done.compiled if (kv := each.config.latent_kv)} == {"ue8m0"}
+
+
 def test_what_is_asked_for_is_all_that_is_compiled(asked: list[tuple[Any, ...]]) -> None:
     done = warm_up(
         replace(MODELS["glm-5.2"], heads=24),
@@ -160,6 +167,7 @@ def shaped(**changes: Any) -> ModelShape:
         ({"block_size": -1}, ValueError, "block_size: got -1, expected 1 to 2147483647"),
         ({"block_size": 2**31}, ValueError, "block_size: got 2147483648, expected 1 to 2147483647"),
         ({"scale_rule": "e8m0"}, ValueError, "scale_rule: got 'e8m0', expected one of ue8m0, fp32"),
+        ({"index_scale_rule": "e8m0"}, ValueError, "index_scale_rule: got 'e8m0', expected one of ue8m0, fp32"),
         ({"rounding": "none"}, ValueError, "rounding: got 'none', expected one of"),
         ({"dtypes": {"k": torch.int8}}, ValueError, "dtypes: got 'k', expected one of"),
         ({"dtypes": {"positions": torch.int8}}, TypeError, "positions: got torch.int8, expected"),

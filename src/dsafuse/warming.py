@@ -83,6 +83,7 @@ def warm_up(
     layers: Iterable[str] = ("indexed",),
     block_size: int = 64,
     scale_rule: str = "ue8m0",
+    index_scale_rule: str = "ue8m0",
     rounding: str = "split",
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> WarmUp:
@@ -105,6 +106,7 @@ def warm_up(
         layers: "indexed" and "unindexed": layers with an indexer of their own, or without.
         block_size: tokens in a block of both caches.
         scale_rule: "ue8m0" or "fp32", of the tiles of layout "fp8_ds_mla".
+        index_scale_rule: "ue8m0" or "fp32", of the indexer's queries and keys.
         rounding: "split" or "fp32".
         dtypes: of tensors by argument name, where they aren't those of `DTYPES`: the names of `prepare_qk`,
             `prepare_latents` and `prepare_queries`, `index_*` for the indexer's. Those of `DTYPES` and `ACTIVATIONS`
@@ -140,6 +142,7 @@ def warm_up(
         "layers": _expect("layers", layers, LAYERS),
     }
     _expect("scale_rule", [scale_rule], tuple(ScaleRule))
+    _expect("index_scale_rule", [index_scale_rule], tuple(ScaleRule))
     _expect("rounding", [rounding], tuple(Rounding))
     dtypes = {} if dtypes is None else dtypes
     if not isinstance(dtypes, Mapping):
@@ -171,6 +174,7 @@ def warm_up(
             activation=activation,
             block_size=block_size,
             scale_rule=scale_rule,
+            index_scale_rule=index_scale_rule,
             rounding=rounding,
             dtypes=dtypes,
             clear_topk=layer == "indexed",  # any other uses what another layer chose
