@@ -34,13 +34,19 @@ def explain(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""As DeepSeek-V3.2's published config.json has it; on a CPU without AMX vLLM has no kernel for it."""
+
+
 def test_deepseek_is_foreseen_fused_without_weights_and_as_one_rank(tmp_path: Path) -> None:
-    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    published = checkpoints.with_config(checkpoints.DEEPSEEK_V32, quantization_config=QUANTISED)
+    folder = write(published, tmp_path / "model")
     done = explain(
         "--vllm", str(folder), "--kv-cache-dtype", "fp8", "--tp", "2", "--json", DSAFUSE_PROVIDER="interpreter"
     )
     found = json.loads(done.stdout)
     assert (found["platform"], found["not_installed"], found["tp"]) == ("cpu", [], 2)
+    assert found["left_out"] == ["quantization_config"]
     (kind,) = found["kinds"]
     assert kind["says"].startswith("DSA layer: mla: fused, provider interpreter; indexer: fused, provider interpreter")
     assert kind["layers"] == [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]

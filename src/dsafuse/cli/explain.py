@@ -97,6 +97,8 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
         f"--kv-cache-dtype {word}, block size {found['block_size']}"
     )
     output.say(f"switches: {_switches()}")
+    for name in found["left_out"]:
+        output.say(f"left out: {name}, which no plan looks at: vLLM has no kernels for some formats of weights on a CPU")
     for reason in found["not_installed"]:
         output.say(f"not installed: {reason}")
     if not found["kinds"]:

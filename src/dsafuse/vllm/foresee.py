@@ -34,6 +34,9 @@ ENVIRONMENT = {
 
 ERROR_LINES = 12
 
+WEIGHT_FORMATS = ("quantization_config", "compression_config")
+"""Where config.json says what weights hold. No plan looks at it, and a CPU lacks vLLM's kernels for some."""
+
 
 class Unforeseen(Exception):
     """vLLM could not build the model; the message has its last words."""
@@ -96,12 +99,14 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
 
     said = _NotInstalled()
     logger.addHandler(said)
+    given = read_config(Path(model) / "config.json")
+    left_out = [name for name in WEIGHT_FORMATS if name in given] if current_platform.is_cpu() else []
     config = EngineArgs(
         model=model,
         load_format="dummy",
         skip_tokenizer_init=True,
         kv_cache_dtype=kv_cache_dtype,
-        hf_overrides=changes,
+        hf_overrides=changes | dict.fromkeys(left_out),
         speculative_config={"method": "mtp", "num_speculative_tokens": 1} if mtp else None,
     ).create_engine_config()
     with tempfile.TemporaryDirectory() as place, set_current_vllm_config(config):
@@ -122,6 +127,7 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
         "vllm": vllm.__version__,
         "platform": current_platform.device_type,
         "not_installed": ["DSAFUSE_MODE=off"] if switches.current().mode == "off" else said.reasons,
+        "left_out": left_out,
         "block_size": config.cache_config.block_size,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "kinds": list(kinds.values()),
