@@ -223,6 +223,7 @@ def test_the_command_reports_and_checks(tmp_path: Path) -> None:
     short = CliRunner().invoke(app, [*command, "--check", str(tmp_path / "high.toml")])
     assert short.exit_code == 1
     assert "fp8_conversions: got" in short.stdout
+    assert short.stdout.splitlines()[-1] == f"floors: 0 of {floors.count('instructions = ')} kernels hold"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from dsafuse.kernels import grids, launch
 from dsafuse.target import Target
-from tests.inputs import EVERY_OP, FN, FNUZ, Call, call_of, mla_call
+from tests.inputs import EVERY_OP, FN, FNUZ, Call, call_of, mla_call, queries_call
 
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 POINTERS = {
@@ -109,11 +109,14 @@ ONE_OVER_MOST = {FN: "3F62492492492492", FNUZ: "3F72492492492492"}
 """1 / 448 and 1 / 224, nearest even, as fp64 bits: an fp32 number would end in zeros."""
 
 
+@pytest.mark.parametrize("op", ["mla", "queries"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_tiles_with_fp32_scales_are_divided_in_fp64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_scales_divide_in_fp64(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a tile of the MLA cache, and in a head of the indexer's query."""
     fp8, target = FNUZ if name == "gfx942" else FN, Target.named(name)
-    call = mla_call(4, 8, fp8=fp8, scale_rule="fp32")
-    asm = compiled("mla", call, name, monkeypatch).asm
+    tiles = mla_call(4, 8, fp8=fp8, scale_rule="fp32")
+    call = tiles if op == "mla" else queries_call(4, 8, fp8=fp8) | {"index_scale_rule": "fp32"}
+    asm = compiled(op, call, name, monkeypatch).asm
     text = asm["ptx" if target.vendor == "nvidia" else "amdgcn"]
     reciprocal, quotient, absent = IN_FP64[target.vendor]
     assert len(re.findall(reciprocal, text)) == 1

@@ -77,7 +77,8 @@ def test_docs_tell_what_the_recorded_runs_hold_and_miss() -> None:
         asked = [one.target.at_least for one in found if one.at == (128, "fp8", cell.isl, cell.concurrency)]
         assert float(target) == max(asked)
     missed = {finding.at for finding in found if finding.state == "misses"}
-    assert missed == {(128, "fp8", 1024, int(concurrency)) for concurrency, target, _ in rows if target == "1.03"}
+    short = {concurrency for concurrency, target, cells in rows if float(cells.split(" | ")[0]) < float(target)}
+    assert missed == {(128, "fp8", 1024, int(concurrency)) for concurrency in short}
 
 
 @pytest.mark.parametrize(

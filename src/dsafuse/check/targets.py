@@ -93,7 +93,7 @@ class Finding:
         return "not measured" if self.value is None else self.target.state(self.value)
 
     def __str__(self) -> str:
-        got = "" if self.value is None else f" {self.value:.3g},"
+        got = "" if self.value is None else f" {self.value:.4g},"
         return f"{self.target}: got{got} at T={self.tokens}" if got else f"{self.target}: {self.state}"
 
 

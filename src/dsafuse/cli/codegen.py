@@ -58,6 +58,8 @@ def codegen(
         output.table(None, HEADER, [_row(report) for report in found])
         for line in short:
             output.say(line)
+        if floors is not None:
+            output.say(f"floors: {sum(not sentences for _, sentences in misses)} of {len(found)} kernels hold")
     if short:
         raise typer.Exit(1)
 

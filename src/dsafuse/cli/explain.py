@@ -98,7 +98,7 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
     )
     output.say(f"switches: {_switches()}")
     for name in found["left_out"]:
-        output.say(f"left out: {name}, which no plan looks at: vLLM has no kernels for some formats of weights on a CPU")
+        output.say(f"left out: {name}, which no plan looks at: on a CPU vLLM lacks kernels for some formats of weights")
     for reason in found["not_installed"]:
         output.say(f"not installed: {reason}")
     if not found["kinds"]:

@@ -62,8 +62,8 @@ class Finding:
     def __str__(self) -> str:
         heads, cache, isl, concurrency = self.at
         cell = f"H={heads}, cache {cache}, ISL {isl}, concurrency {concurrency}"
-        got = "not measured" if self.ratio is None else f"{self.ratio:.3f}"
-        return f"{cell}: {BY_KEY[self.target.metric].name} ratio: got {got}, expected at least {self.target.at_least:g}"
+        got = "" if self.ratio is None else f"got {self.ratio:.3f}, "
+        return f"{cell}: {BY_KEY[self.target.metric].name} ratio: {got}expected at least {self.target.at_least:g}"
 
 
 def read_targets(path: Path) -> list[Target]:
