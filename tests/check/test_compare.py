@@ -91,6 +91,17 @@ def test_a_note_tells_the_element():
     assert any("q_out[2, 1, 500]" in note for note in flipped(MLA, flip).notes)
 
 
+@pytest.mark.parametrize("out", ["wide", "allocated"])
+@pytest.mark.parametrize("name", ["q_out", "kv_cache"])
+def test_a_note_tells_the_byte_of_the_tensor_with_a_canary_before_it_or_without(out, name):
+    def flip(got: Arm, _inputs):
+        rows = got.tensors[name].view(torch.uint8)
+        rows[*[0] * (rows.dim() - 1), 77] ^= 1
+
+    note = flipped(replace(MLA, out=out, cache_strides="dense"), flip).notes[0]
+    assert note.startswith(f"{name}: 1 bytes differ, the first at byte 77: ")
+
+
 def test_a_wrong_size_is_found():
     def swap(got: Arm, _inputs):
         got.buffers["q_out"] = got.buffers["q_out"][:-1]

@@ -103,7 +103,7 @@ def compare(case: Case, inputs: Inputs, got: Arm, expected: Arm) -> Comparison:
     for pair in views.values():
         _same_nans(*pair)
     for name, buffer in expected.buffers.items():
-        _compare_bytes(name, got.buffers[name], buffer, result)
+        _compare_bytes(name, got.buffers[name], buffer, _start(expected, name), result)
     if result.mismatching_bytes:
         views.update((name, pair) for name, _, pair, _ in fields)
         for name, pair in views.items():
@@ -159,7 +159,13 @@ def _byte_pieces(x: torch.Tensor) -> list[torch.Tensor]:
     return list(x.split(max(1, (1 << 28) // per_row)))
 
 
-def _compare_bytes(name: str, got: torch.Tensor, expected: torch.Tensor, result: Comparison) -> None:
+def _start(arm: Arm, name: str) -> int:
+    """Where in its buffer a tensor starts, in bytes: behind a canary, unless the op allocated it."""
+    tensor = arm.tensors[name]
+    return tensor.data_ptr() - arm.buffers[name].data_ptr() if tensor.numel() else CANARY_BYTES
+
+
+def _compare_bytes(name: str, got: torch.Tensor, expected: torch.Tensor, lead: int, result: Comparison) -> None:
     result.bytes_compared += expected.numel()
     if got.shape != expected.shape:
         result.mismatching_bytes += expected.numel()
@@ -172,8 +178,8 @@ def _compare_bytes(name: str, got: torch.Tensor, expected: torch.Tensor, result:
             count = int(differs.sum())
             first = start + int(differs.to(torch.uint8).argmax())
             result.mismatching_bytes += count
-            where = first - CANARY_BYTES
-            place = "before its start" if where < 0 else f"at byte {where} of {len(expected) - 2 * CANARY_BYTES}"
+            where = first - lead
+            place = "before its start" if where < 0 else f"at byte {where}"
             result.notes.append(
                 f"{name}: {count} bytes differ, the first {place}: "
                 f"{int(mine[first - start]):#04x}, expected {int(theirs[first - start]):#04x}"
