@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
@@ -116,7 +117,8 @@ class Op(Generic[P, R]):
     def _call_oracle(self, *args: P.args, **kwargs: P.kwargs) -> R:
         arguments, _ = self.resolve(*args, **kwargs)
         call: Callable[..., R] = self.oracle
-        return call(**arguments)
+        with _writable(arguments):
+            return call(**arguments)
 
     def _provider(self, config: OpConfig, device: torch.device) -> ModuleType:
         decision = self.choose(config, Target.of(device), here=True)
@@ -144,7 +146,8 @@ class Op(Generic[P, R]):
         config = self._resolve(arguments)
         module = self._provider(config, arguments[self._required].device)
         if not hasattr(module, "again"):
-            module.run(self.name, arguments, config)
+            with _writable(arguments):
+                module.run(self.name, arguments, config)
             return
         entry.remember(
             given,
@@ -214,6 +217,12 @@ def _is_watched(arguments: Arguments) -> bool:
         or is_watched()
         or any(_has_own_dispatch(value) for value in arguments.values() if isinstance(value, torch.Tensor))
     )
+
+
+def _writable(arguments: Arguments) -> AbstractContextManager[Any]:
+    """torch's own steps write a tensor that was made in inference mode there alone; a kernel writes it anywhere."""
+    tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
 
 
 def _has_own_dispatch(tensor: torch.Tensor) -> bool:

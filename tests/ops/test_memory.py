@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.inputs import EVERY_OP, latents_call, mla_call, qk_call, run
+from tests.inputs import EVERY_OP, assert_same_memory, call_of, latents_call, mla_call, qk_call, run, twin
 
 BF16 = torch.bfloat16
 
@@ -60,3 +60,15 @@ def test_a_stride_of_an_axis_of_one_does_not_matter(rows: int) -> None:
     dense = torch.zeros(1, rows, 656, dtype=torch.uint8)
     got, want = (run("mla", "split", call | {"kv_cache": each})["kv_cache"] for each in (cache, dense))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("provider", ["oracle", "split", "interpreter"])
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_tensors_made_in_inference_mode_are_written_outside_of_it(op: str, provider: str) -> None:
+    """As an engine's caches are made; torch itself would refuse, and only when it had written a part."""
+    call = call_of(op)
+    with torch.inference_mode():
+        made = twin(call)
+    assert all(value.is_inference() for value in made.values() if isinstance(value, torch.Tensor))
+    EVERY_OP[op].with_provider(provider)(**made)
+    assert_same_memory(made, run(op, provider, call))
