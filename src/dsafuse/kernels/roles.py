@@ -22,6 +22,7 @@ from dsafuse.kernels.tiles import (
     reciprocal,
     rotate,
     round_pairs,
+    rounded_scale,
     row_max,
     row_sum,
     store_pairs,
@@ -221,8 +222,8 @@ def store_latent_rows(
                 scale, inverse = power_of_two_scale(amax, FP8_MAX)
                 tiles = tiles * inverse[:, None]
             else:
-                scale = divide(amax, 1.0 / FP8_MAX)
-                tiles = divide(tiles, (1.0 / scale.to(tl.float64))[:, None])
+                scale, inverse = rounded_scale(amax, FP8_MAX)
+                tiles = divide(tiles, inverse[:, None])
             scaled = tl.reshape(tiles, (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
             tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)

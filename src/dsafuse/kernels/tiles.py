@@ -167,6 +167,13 @@ def power_of_two_scale(amax, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
+def rounded_scale(amax, FP8_MAX: tl.constexpr):
+    """amax / FP8_MAX in fp32 (amax >= 2**-126 * FP8_MAX), and its inverse in fp64, by which `divide` divides."""
+    scale = divide(amax, 1.0 / FP8_MAX)
+    return scale, 1.0 / scale.to(tl.float64)
+
+
+@triton.jit
 def quantise_rows(
     x1,
     x2,
@@ -186,9 +193,9 @@ def quantise_rows(
         factor = inverse[:, None]
         x1, x2, y1, y2 = x1 * factor, x2 * factor, y1 * factor, y2 * factor
     else:
-        scale = divide(amax, 1.0 / FP8_MAX)
-        inverse = (1.0 / scale.to(tl.float64))[:, None]
-        x1, x2, y1, y2 = divide(x1, inverse), divide(x2, inverse), divide(y1, inverse), divide(y2, inverse)
+        scale, inverse = rounded_scale(amax, FP8_MAX)
+        factor = inverse[:, None]
+        x1, x2, y1, y2 = divide(x1, factor), divide(x2, factor), divide(y1, factor), divide(y2, factor)
     return (
         to_fp8(x1, FP8, FP8_MAX, SIGNED_NAN),
         to_fp8(x2, FP8, FP8_MAX, SIGNED_NAN),
