@@ -14,9 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsafuse.kernels import grids, launch
+from dsafuse.dispatch import PROVIDERS
+from dsafuse.kernels import grids, launch, offline
 from dsafuse.target import Target
-from tests.inputs import EVERY_OP, FN, FNUZ, Call, call_of, mla_call, queries_call
+from tests.inputs import EVERY_OP, FN, FNUZ, Call, call_of, indexer_call, mla_call, queries_call
 
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 POINTERS = {
@@ -125,3 +126,34 @@ def test_fp32_scales_divide_in_fp64(op: str, name: str, monkeypatch: pytest.Monk
     bits = ONE_OVER_MOST[fp8]
     for part in [f"0d{bits}"] if target.vendor == "nvidia" else [f"0x{bits[:8].lower()}", f"0x{bits[8:].lower()}"]:
         assert part in text
+
+
+def order_of_key_sums(ttgir: str) -> list[list[int]]:
+    """Of each sum over the 16 neighbour sums of a key: columns of a thread, lanes and warps that a row lies in."""
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<(.*)>$", ttgir, re.MULTILINE))
+    bodies_and_types = re.findall(r'"tt\.reduce"(.*?)}\) : \(tensor<(\S+), #(\w+)>', ttgir, re.DOTALL)
+    sums = [name for body, type_, name in bodies_and_types if "arith.addf" in body and type_.endswith("x16xf32")]
+    fields = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+    return [[int(re.findall(rf"{field} = \[\d+, (\d+)\]", layouts[name])[0]) for field in fields] for name in sums]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("op", ["indexer", "qk", "latents", "chain"])
+def test_a_keys_sums_have_one_order_whatever_the_plan(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane has one column, and adds those 8, 4, 2 and 1 lanes away. Another order may show in a last bit, and a code."""
+    fp8 = FNUZ if name == "gfx942" else FN
+    if op == "chain":
+        resolved = EVERY_OP["indexer"].resolve(**indexer_call(fp8=fp8))
+        run = PROVIDERS["split"].load().run
+        launches = offline.chain_launches(
+            lambda steps: run(EVERY_OP["indexer"].name, *resolved, steps), Target.named(name)
+        )
+        (norm,) = (each for each in launches if each.name == "norm_key")
+        kernel = offline.compiled(norm, Target.named(name))
+    else:
+        kernel = compiled(op, call_of(op, 5, 32, fp8=fp8), name, monkeypatch)
+    orders = order_of_key_sums(kernel.asm["ttgir"])
+    assert len(orders) == 2
+    for columns, lanes, warps in orders:
+        assert (columns, warps) == (1, 1)
+        assert lanes >= 16

@@ -171,13 +171,6 @@ def test_dependent_launch_is_asked_for_only_where_the_backend_knows_the_word(
     assert ("launch_pdl" in options) is Target.named(target).dependent_launch
 
 
-@pytest.mark.parametrize("vendor", plans.PLANS)
-def test_keys_of_prepare_qk_are_summed_in_the_order_of_the_indexer_op(vendor: str) -> None:
-    """Rows and threads say how a row lies in a warp, and that the order of its sums: else a code may differ."""
-    both, indexer = plans.PLANS[vendor]["queries and keys"], plans.PLANS[vendor]["indexer"]
-    assert (both.index_rows, both.threads) == (indexer.index_rows, indexer.threads)
-
-
 def test_there_is_a_plan_for_each_vendor_and_work() -> None:
     assert plans.PLANS.keys() == {Target.named(name).vendor for name in Target.names()}
     for by_work in plans.PLANS.values():

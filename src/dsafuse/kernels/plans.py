@@ -72,11 +72,11 @@ WORK = {
 # cpu: interpreted programs cost by the program, not by the element.
 PLANS: dict[str, dict[str, LaunchPlan]] = {
     "nvidia": {
-        "latents": replace(_ONE, index_rows=8, latent_rows=2, group=16),
+        "latents": replace(_ONE, latent_rows=2, group=16),
         "attention": replace(_ONE, block_heads=8, latent_rows=4, threads=128),
         "indexer": _ONE,
         "queries": replace(_ONE, threads=128),
-        "queries and keys": replace(_ONE, latent_rows=4),
+        "queries and keys": replace(_ONE, block_heads=8, index_block_heads=32, latent_rows=4, threads=128),
     },
     "amd": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=8, group=4)),
     "cpu": dict.fromkeys(WORK.values(), replace(_ONE, block_heads=16, latent_rows=4, norm_rows=2, group=4, threads=32)),

@@ -25,6 +25,7 @@ from dsafuse.kernels.tiles import (
     rounded_scale,
     row_max,
     row_sum,
+    row_sum_in_order,
     store_pairs,
     store_row_tile,
     to_fp8,
@@ -405,9 +406,9 @@ def load_parameters(ptr, NEOX: tl.constexpr):
 def layer_norm(x1, x2, y1, y2, weight, bias, eps):
     """((x - mean) / sqrt(var + eps)) * weight + bias over a row of 128 in two pair tiles; two passes, fp32 out."""
     x1, x2, y1, y2 = x1.to(tl.float32), x2.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32)
-    mean = row_sum((x1 + x2) + (y1 + y2))[:, None] * (1.0 / INDEX)
+    mean = row_sum_in_order((x1 + x2) + (y1 + y2))[:, None] * (1.0 / INDEX)
     x1, x2, y1, y2 = x1 - mean, x2 - mean, y1 - mean, y2 - mean
-    variance = row_sum((x1 * x1 + x2 * x2) + (y1 * y1 + y2 * y2))[:, None] * (1.0 / INDEX)
+    variance = row_sum_in_order((x1 * x1 + x2 * x2) + (y1 * y1 + y2 * y2))[:, None] * (1.0 / INDEX)
     r = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     return (
         x1 * r * weight[0].to(tl.float32) + bias[0].to(tl.float32),
