@@ -140,7 +140,7 @@ def order_of_key_sums(ttgir: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("op", ["indexer", "qk", "latents", "chain"])
 def test_a_keys_sums_have_one_order_whatever_the_plan(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane has one column, and adds those 8, 4, 2 and 1 lanes away. Another order may show in a last bit, and a code."""
+    """A lane has one column, and adds those 8, 4, 2 and 1 lanes away. Another order may show in a last bit."""
     fp8 = FNUZ if name == "gfx942" else FN
     if op == "chain":
         resolved = EVERY_OP["indexer"].resolve(**indexer_call(fp8=fp8))
