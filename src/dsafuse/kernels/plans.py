@@ -72,7 +72,7 @@ WORK = {
 # cpu: interpreted programs cost by the program, not by the element.
 PLANS: dict[str, dict[str, LaunchPlan]] = {
     "nvidia": {
-        "latents": replace(_ONE, latent_rows=2, group=16),
+        "latents": replace(_ONE, index_rows=2, latent_rows=2, group=16),
         "attention": replace(_ONE, block_heads=8, latent_rows=4, threads=128),
         "indexer": _ONE,
         "queries": replace(_ONE, threads=128),
