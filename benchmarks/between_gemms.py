@@ -3,7 +3,8 @@
     python benchmarks/between_gemms.py [--tokens 1 8] [--heads 128/64] [--layout fp8_ds_mla-fp32] [--out FILE]
 
 `dsafuse bench` times launches of one kernel behind one another. Here hundreds of MB of weights and the other kernels
-of a layer pass between two launches. Exits 1 without a GPU, and if a cell was not proven or not reached.
+of a layer pass between two launches. Exits 1 without a GPU, and if a cell was not proven or not reached; 2 for an
+option that can't be.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import typer
 from torch.nn.functional import rms_norm, silu
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,6 +34,7 @@ from dsafuse.check.environment import environment, of_commit
 from dsafuse.check.inputs import Inputs
 from dsafuse.check.memory import Memory
 from dsafuse.check.timing import GraphTimer, Launch, Spread, interleaved
+from dsafuse.cli.files import check_writable
 from dsafuse.layouts import FLAT, INDEX_DIM, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
 from dsafuse.models import MODELS
 
@@ -230,13 +233,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def new_file(text: str) -> Path:
-    """A file in a folder that is there."""
-    if not (path := Path(text)).parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a folder that is there")
-    return path
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 if every cell was proven and timed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -245,8 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     parser.add_argument("--seconds", type=seconds, default=300, help="start no cell after them; default: %(default)s")
     parser.add_argument("--commit", help="the commit under test, if it is not the checkout's")
-    parser.add_argument("--out", type=new_file, help="write JSON to this file")
+    parser.add_argument("--out", type=Path, help="write JSON to this file")
     options = parser.parse_args(argv)
+    try:
+        check_writable("--out", options.out)
+    except typer.Exit as stopped:
+        return stopped.exit_code
     if not torch.cuda.is_available():
         sys.stderr.write(f"between_gemms needs a GPU, and torch {torch.__version__} sees none on this machine\n")
         return 1

@@ -41,6 +41,7 @@ class Op(Generic[P, R]):
     Args:
         oracle: the reference, with the public signature. It gets resolved arguments: outputs present, names valid.
         resolve: checks the arguments, fills in outputs and defaults in place, and returns the static config.
+        apart: checks that these outputs, and the caches, of a call that is traced have memory of their own.
         outputs: shapes and dtypes of the outputs, from arguments that need not be checked yet.
         mutates: arguments written in place besides the outputs.
         derived: arguments that the out-form does not have, since its outputs tell them.
@@ -52,6 +53,7 @@ class Op(Generic[P, R]):
         oracle: Callable[P, R],
         *,
         resolve: Callable[[Arguments], OpConfig],
+        apart: Callable[[Arguments, Sequence[str]], None],
         outputs: Callable[[Arguments], Shapes],
         output_names: tuple[str, ...],
         mutates: tuple[str, ...],
@@ -67,6 +69,7 @@ class Op(Generic[P, R]):
         self.caches = tuple(filter(is_cache, mutates))
         self.own_memory = (*output_names, *(name for name in mutates if name not in self.caches))
         self._resolve = resolve
+        self._apart = apart
         self._outputs = outputs
         self._derived = derived
         self._signature = inspect.signature(oracle)
@@ -203,11 +206,18 @@ class Op(Generic[P, R]):
             # torch makes the names anew at every call, and Python binds the ones that source code has far faster.
             call(*args, **{intern(name): value for name, value in kwargs.items()})
 
-        out_form.__signature__ = inspect.Signature(out_parameters, return_annotation=None)  # type: ignore[attr-defined]
+        signature = inspect.Signature(out_parameters, return_annotation=None)
+
+        def fake(*args: Any, **kwargs: Any) -> None:
+            # It returns nothing, so that there is no shape to work out. But this is the last to see who shares memory:
+            # torch.compile may run the op on a copy of each output, and lose what one leaves in another.
+            self._apart(signature.bind(*args, **kwargs).arguments, self.own_memory)
+
+        out_form.__signature__ = signature  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(out_form, mutates_args=(*self.mutates, *self.output_names))
         _LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.name, out_form, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dsafuse::{self.name}", _fake, lib=_LIBRARY)
+        torch.library.register_fake(f"dsafuse::{self.name}", fake, lib=_LIBRARY)
 
 
 def _is_watched(arguments: Arguments) -> bool:
@@ -229,13 +239,10 @@ def _has_own_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def _fake(*_args: Any, **_kwargs: Any) -> None:
-    """The out-form returns nothing, so that there is no shape to work out."""
-
-
 def fused_op(
     *,
     resolve: Callable[[Arguments], OpConfig],
+    apart: Callable[[Arguments, Sequence[str]], None],
     outputs: Callable[[Arguments], Shapes],
     output_names: tuple[str, ...],
     mutates: tuple[str, ...] = ("kv_cache",),
@@ -248,6 +255,7 @@ def fused_op(
         return Op(
             oracle,
             resolve=resolve,
+            apart=apart,
             outputs=outputs,
             output_names=output_names,
             mutates=mutates,

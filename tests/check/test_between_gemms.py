@@ -258,7 +258,6 @@ def test_it_refuses_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         *(("--tokens", text) for text in ("0", "-1", "12801", "x", "1,2")),
         *(("--seconds", text) for text in ("-1", "nan", "inf", "x")),
-        *(("--out", text) for text in ("/no/such/folder/file.json", "/")),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_before_any_work(
@@ -268,3 +267,21 @@ def test_a_value_that_cannot_be_is_refused_before_any_work(
         between_gemms.main([option, text])
     assert stopped.value.code == 2
     assert f"'{text}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("no/such/folder/file.json", "there is no directory"),
+        (".", "is a directory"),
+        ("link", "there is no directory"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line_before_any_work(
+    place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "file.json")
+    assert between_gemms.main(["--out", str(tmp_path / place)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--out: {tmp_path / place}: ")
+    assert why in line

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.inputs import EVERY_OP, assert_same_memory, call_of, latents_call, mla_call, qk_call, run, twin
+from tests.inputs import EVERY_OP, Call, assert_same_memory, call_of, latents_call, mla_call, qk_call, run, twin
 
 BF16 = torch.bfloat16
 
@@ -72,3 +75,68 @@ def test_tensors_made_in_inference_mode_are_written_outside_of_it(op: str, provi
     assert all(value.is_inference() for value in made.values() if isinstance(value, torch.Tensor))
     EVERY_OP[op].with_provider(provider)(**made)
     assert_same_memory(made, run(op, provider, call))
+
+
+# torch.compile, whose backends may hand the op a copy of each output
+
+
+def topk_over_query(call: Call) -> torch.Tensor:
+    """Both made in the graph, of two dtypes: the backend's copies have nothing in common, and one of them is lost."""
+    rows = torch.zeros(3, 5 * 576 // 2, dtype=torch.int32)
+    q_out = rows.view(BF16).view(3, 5, 576)
+    EVERY_OP["qk"](**call | {"q_out": q_out, "topk_indices": rows[:, :40]})
+    return q_out
+
+
+def query_over_input(call: Call) -> torch.Tensor:
+    rows = torch.zeros(3, 3, 576, dtype=BF16)
+    EVERY_OP["qk"](**call | {"q_out": rows, "q_nope": rows[..., :512]})
+    return rows
+
+
+def latents_of_one(call: Call) -> torch.Tensor:
+    rows = call["kv_c"].new_zeros(call["kv_c"].shape[0], 576)
+    EVERY_OP["latents"](**call | {"kv_c_out": rows[:, :512], "k_pe_out": rows[:, 512:]})
+    return rows
+
+
+def graph_of(layer: Callable[[Call], torch.Tensor], dynamic: bool | None = None) -> Callable[[Call], torch.Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    ("layer", "other"), [(topk_over_query, "topk_indices"), (query_over_input, "q_nope")], ids=["output", "input"]
+)
+def test_a_compiled_call_refuses_the_memory_that_an_eager_call_refuses(
+    layer: Callable[[Call], torch.Tensor], other: str
+) -> None:
+    call = qk_call(3, topk=40)
+    for one in (layer, graph_of(layer)):
+        with pytest.raises(Exception, match=rf"q_out: got memory that overlaps {other}, expected memory of its own"):
+            one(twin(call))
+
+
+def test_a_compiled_call_may_have_outputs_in_one_buffer_for_any_number_of_tokens() -> None:
+    compiled = graph_of(latents_of_one, dynamic=True)
+    for tokens in (5, 9):
+        call = latents_call(tokens, layout="plain", block_size=64)
+        with torch.compiler.set_stance("default" if tokens == 5 else "fail_on_recompile"):
+            assert torch.equal(compiled(twin(call)), latents_of_one(twin(call)))
+
+
+def test_a_compiled_call_may_have_a_token_count_that_the_data_alone_tell() -> None:
+    call = latents_call(5, layout="plain")
+    mine = twin(call)
+    for value in mine.values():
+        if isinstance(value, torch.Tensor) and len(value) == 5:
+            torch._dynamo.decorators.mark_unbacked(value, 0)
+    assert torch.equal(graph_of(latents_of_one)(mine), latents_of_one(twin(call)))
+
+
+def test_a_fake_tensor_that_has_no_storage_is_left_to_the_call() -> None:
+    mode = FakeTensorMode()
+    call = mla_call(2)
+    call |= {"positions": call["positions"].to_sparse()}
+    call |= {name: mode.from_tensor(value) for name, value in call.items() if isinstance(value, torch.Tensor)}
+    assert isinstance(EVERY_OP["mla"](**call), FakeTensor)

@@ -104,17 +104,10 @@ def families() -> dict[str, checkpoints.TinyModel]:
     return models
 
 
-def write_checkpoints(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def write_checkpoints(directory: Path) -> Path:
     for name, model in families().items():
         checkpoints.write(model, directory / name)
     write_llama(directory / "llama")
-
-
-@pytest.fixture(scope="session")
-def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(directory)
     return directory
 
 
@@ -224,21 +217,20 @@ class Runs:
 
     def __init__(self) -> None:
         self.place = tempfile.TemporaryDirectory(prefix="dsafuse-runs-")
-        self.checkpoints = Path(self.place.name) / "checkpoints"
         self.logs = {name: Path(self.place.name) / f"{name}.log" for name in RUNS}
         self._processes: list[subprocess.Popen[str]] = []
         self._turns = threading.Semaphore(1)
         self._asked = self._ended = False
         self._pool = ThreadPoolExecutor(max_workers=2)
-        written = self._pool.submit(write_checkpoints, self.checkpoints)
+        self.checkpoints: Future[Path] = self._pool.submit(write_checkpoints, Path(self.place.name) / "checkpoints")
         self._futures: dict[str, Future[dict[str, Result]]] = {
-            name: self._pool.submit(self._serve, name, written) for name in RUNS
+            name: self._pool.submit(self._serve, name) for name in RUNS
         }
 
-    def _serve(self, name: str, written: Future[None]) -> dict[str, Result]:
-        written.result()
+    def _serve(self, name: str) -> dict[str, Result]:
+        directory = self.checkpoints.result()
         with self._turns:
-            return _serve(name, self.checkpoints, self.logs[name], self._began)
+            return _serve(name, directory, self.logs[name], self._began)
 
     def _began(self, process: subprocess.Popen[str]) -> None:
         self._processes.append(process)
@@ -281,3 +273,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def runs(pytestconfig: pytest.Config) -> Runs:
     return pytestconfig.stash[BEGUN]
+
+
+@pytest.fixture(scope="session")
+def checkpoint_directory(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """To be read alone: where there are runs, it is theirs."""
+    begun = pytestconfig.stash.get(BEGUN, None)
+    return begun.checkpoints.result() if begun else write_checkpoints(tmp_path_factory.mktemp("checkpoints"))

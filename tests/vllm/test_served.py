@@ -149,3 +149,7 @@ def test_unfused_tokens_are_those_of_transformers(runs: Runs, checkpoint_directo
         with torch.no_grad():
             logits = other(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == tokens
+
+
+def test_checkpoints_are_written_once(runs: Runs, checkpoint_directory: Path) -> None:
+    assert checkpoint_directory == runs.checkpoints.result()

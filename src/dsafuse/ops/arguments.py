@@ -6,7 +6,7 @@ A dtype or a kind of object that is wrong is a TypeError; a shape, stride, devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import cache
 from operator import mul
@@ -223,20 +223,55 @@ def expect_output(name: str, value: Any, heads_at_least: int | None, **shape: in
     return tensor
 
 
-def expect_disjoint(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+AddressOf = Callable[[torch.Tensor], int]
+
+
+def expect_disjoint(
+    outputs: dict[str, torch.Tensor],
+    others: dict[str, torch.Tensor],
+    address_of: AddressOf = torch.Tensor.data_ptr,
+) -> None:
     """No output shares a byte with another tensor of the call; interleaved memory, as two columns of one, is fine."""
     tensors = {**outputs, **others}
     order = [*tensors]
-    for pair in _crossing(tensors):
+    for pair in _crossing(tensors, address_of):
         name, other = sorted(pair, key=order.index)
-        distance = tensors[other].data_ptr() - tensors[name].data_ptr()
+        distance = address_of(tensors[other]) - address_of(tensors[name])
         if name in outputs and Memory(tensors[name]).meets(Memory(tensors[other]), distance):
             raise ValueError(f"{name}: got memory that overlaps {other}, expected memory of its own")
 
 
-def _crossing(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+def expect_disjoint_views(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """As `expect_disjoint`, of tensors that are traced: they have no addresses, but places in their storages.
+
+    A layout that the ops don't take, and sizes that the data alone tell, are left to the call when it runs.
+    """
+    storages: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+    for which, tensors in enumerate((outputs, others)):
+        for name, tensor in tensors.items():
+            if tensor.layout is torch.strided:
+                storages.setdefault(tensor.untyped_storage()._cdata, ({}, {}))[which][name] = tensor
+    for written, read in storages.values():
+        # To compare symbolic sizes guards the graph, so that it is done for none but those that share a storage.
+        if written and len(written) + len(read) > 1 and not _has_unbacked([*written.values(), *read.values()]):
+            expect_disjoint(written, read, _place)
+
+
+def _has_unbacked(tensors: list[torch.Tensor]) -> bool:
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # it imports sympy
+
+    return any(has_free_unbacked_symbols(tensor) for tensor in tensors)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in its storage, bytes."""
+    start: int = mul(tensor.storage_offset(), tensor.element_size())
+    return start
+
+
+def _crossing(tensors: dict[str, torch.Tensor], address_of: AddressOf) -> Iterator[tuple[str, str]]:
     """The pairs of tensors that have a byte of one between two of the other."""
-    spans = sorted([(start := t.data_ptr(), start + span_bytes(t), name) for name, t in tensors.items() if t.numel()])
+    spans = sorted([(start := address_of(t), start + span_bytes(t), name) for name, t in tensors.items() if t.numel()])
     for i, (_, end, name) in enumerate(spans):
         for start, _, other in spans[i + 1 :]:
             if start >= end:

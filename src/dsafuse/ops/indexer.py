@@ -37,6 +37,7 @@ def _resolve(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve,
+    apart=resolve.apart,
     outputs=index_shapes,
     output_names=("q_out", "weights_out"),
 )

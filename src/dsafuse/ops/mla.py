@@ -31,6 +31,7 @@ def _resolve(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve,
+    apart=resolve.apart,
     outputs=query_shapes,
     output_names=("q_out",),
     derived=("q_dtype",),

@@ -18,6 +18,7 @@ from dsafuse.ops.arguments import (
     expect_activations,
     expect_cache,
     expect_disjoint,
+    expect_disjoint_views,
     expect_dtype,
     expect_finite,
     expect_fp8_dtype,
@@ -263,12 +264,27 @@ def _scale(n: Named, key: str, purpose: str | None) -> torch.Tensor | None:
 
 def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
     """What only the whole call shows: one device, that of `first`, and outputs with memory of their own."""
-    tensors = {first: a[first]} | {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
-    expect_same_device(dict(tensors))
-    if a[first].device.type == "meta":
-        return  # no memory
-    given = {name: tensors[name] for name in (*outputs, *filter(is_cache, tensors)) if name in tensors}
-    expect_disjoint(given, {name: tensor for name, tensor in tensors.items() if name not in given})
+    tensors = _tensors(a)
+    expect_same_device({first: a[first]} | tensors)
+    if a[first].device.type != "meta":  # which has no memory
+        expect_disjoint(*_written_and_read(tensors, outputs))
+
+
+def apart(a: Arguments, outputs: Iterable[str]) -> None:
+    """As `together` has it, outputs with memory of their own, of a call that is traced."""
+    expect_disjoint_views(*_written_and_read(_tensors(a), outputs))
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _tensors(a: Arguments) -> Tensors:
+    return {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
+
+
+def _written_and_read(tensors: Tensors, outputs: Iterable[str]) -> tuple[Tensors, Tensors]:
+    written = {name: tensors[name] for name in (*outputs, *filter(is_cache, tensors)) if name in tensors}
+    return written, {name: tensor for name, tensor in tensors.items() if name not in written}
 
 
 def allocate(a: Arguments, shapes: Shapes, like: torch.Tensor) -> None:

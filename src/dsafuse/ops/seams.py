@@ -79,6 +79,7 @@ def _resolve_qk(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve_qk,
+    apart=resolve.apart,
     outputs=_qk_shapes,
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=("kv_cache", "index_kv_cache", "topk_indices"),
@@ -223,6 +224,7 @@ def _resolve_latents(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve_latents,
+    apart=resolve.apart,
     outputs=_latents_shapes,
     output_names=("q_c_out",),
     mutates=("kv_cache", "index_kv_cache", "topk_indices", "kv_c_out", "k_pe_out"),
@@ -358,6 +360,7 @@ def _resolve_queries(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve_queries,
+    apart=resolve.apart,
     outputs=_qk_shapes,
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=(),
