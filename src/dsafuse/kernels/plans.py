@@ -52,18 +52,21 @@ WORK = {
 # nvidia: measured on an H200, 2026-11-29 and -30 (docs/performance.md has what each choice costs). A program has to
 # move 6 KB or more, since the GPU starts one in 1.2 ns, and of the cuts that do, the one with the least mean time from
 # 1 token to 16,384, cold and warm, stands here. Role after role, the longest chain, that of the indexer keys, first.
-# Against the best plans by token count, two to four an op, of the kernels as they were:
+# Against other plans:
 #
-#   attention         4.7 % less time on average; 3 % more at 128 tokens and 128 heads
-#   indexer           5.1 % less; up to 4 % more at 1,024 and 2,048 tokens. 4 warps up to 128 tokens would give 2 % more
-#   queries           7.6 % less; up to 3 % more from 256 tokens on
-#   queries and keys  3.5 % less; 8 % more at 4 tokens and 128/64 heads, 3 % at 64. Lone rows and 4 warps up to 16
-#                     tokens, then 8 query heads, 32 indexer heads and 8 keys, would give 1.5 % more. A key's sums have
-#                     the order that its rows and threads give them: the indexer's, or this is not the two ops' bytes
-#   latents           7 % less, as with two plans; 5 % less than with two in place of vLLM's own function. Two latent
-#                     rows to a program and lone rows of q_c: at 1,024 tokens all 1,664 programs live at once (there
-#                     1,584 do). Its tokens' programs stand together: what is written at one time, half of it rows of
-#                     top-k indices, is then near in memory
+#   attention         4.7 % less time on average than the best by token count, two to four an op, of the kernel as it
+#                     was; 3 % more at 128 tokens and 128 heads
+#   indexer           5.1 % less than those; up to 4 % more at 1,024 and 2,048 tokens. Two keys would give 2 % up to 64
+#                     tokens, and cost 3 to 7 % at 16,384
+#   queries           7.6 % less than those; up to 3 % more from 256 tokens on
+#   queries and keys  as much on average as 4 query heads, 16 indexer heads and 2 warps, and 0.1 to 0.4 us less up to 64
+#                     tokens between an engine's GEMMs; 12 % more at 128 tokens warm, 2 % at 16,384 (16/32 heads)
+#   latents           5 % less than with 8 keys, 7 % less than with lone rows for few tokens and two of all for many. Lone
+#                     latent rows are a second wave of programs at 1,024 tokens. Its tokens' programs stand together:
+#                     what is written at one time, half of it rows of top-k indices, is then near in memory
+#
+# A thread has one column of a key's row or two, in each of them: with more, its sums would be in another order than the
+# other ops' (tiles.row_sum_in_order).
 #
 # amd: not measured, for want of an AMD GPU, but read in the code that is compiled for it (docs/codegen.md). One wave of
 # 64 on gfx9: no barrier and no shared memory, and every query and latent access is 8 bytes or wider; with 128 threads
