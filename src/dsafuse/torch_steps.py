@@ -65,8 +65,10 @@ def clear_topk(topk_indices: torch.Tensor, tokens: int) -> None:
     roles.clear_topk(topk_indices, tokens)
 
 
-def norm_key(k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor) -> None:
-    """k_norm = layer_norm(k)."""
+def norm_key(
+    k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor, rope_style: str
+) -> None:
+    """k_norm = layer_norm(k); torch sums in an order of its own, whatever the rope_style."""
     k_norm.copy_(numerics.layer_norm(k.float(), weight, bias, eps))
 
 

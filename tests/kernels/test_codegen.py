@@ -137,13 +137,19 @@ def order_of_key_sums(ttgir: str) -> list[list[int]]:
     return [[int(re.findall(rf"{field} = \[\d+, (\d+)\]", layouts[name])[0]) for field in fields] for name in sums]
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("op", ["indexer", "qk", "latents", "chain"])
-def test_a_keys_sums_have_one_order_whatever_the_plan(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# Triton 3.6 lays the chain's lone row out otherwise on AMD (docs/numerics.md, section 12).
+KEYS = [(op, name) for name in TARGETS for op in ("indexer", "qk", "latents", "chain")]
+
+
+@pytest.mark.parametrize(("op", "name"), [key for key in KEYS if key[0] != "chain" or key[1].startswith("sm_")])
+@pytest.mark.parametrize("rope_style", ["neox", "interleaved"])
+def test_a_keys_sums_have_one_order_whatever_the_plan(
+    op: str, rope_style: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lane has one column, and adds those 8, 4, 2 and 1 lanes away. Another order may show in a last bit."""
     fp8 = FNUZ if name == "gfx942" else FN
     if op == "chain":
-        resolved = EVERY_OP["indexer"].resolve(**indexer_call(fp8=fp8))
+        resolved = EVERY_OP["indexer"].resolve(**indexer_call(fp8=fp8, rope_style=rope_style))
         run = PROVIDERS["split"].load().run
         launches = offline.chain_launches(
             lambda steps: run(EVERY_OP["indexer"].name, *resolved, steps), Target.named(name)
@@ -151,7 +157,8 @@ def test_a_keys_sums_have_one_order_whatever_the_plan(op: str, name: str, monkey
         (norm,) = (each for each in launches if each.name == "norm_key")
         kernel = offline.compiled(norm, Target.named(name))
     else:
-        kernel = compiled(op, call_of(op, 5, 32, fp8=fp8), name, monkeypatch)
+        style = {"rope_style" if op == "indexer" else "index_rope_style": rope_style}
+        kernel = compiled(op, call_of(op, 5, 32, fp8=fp8, **style), name, monkeypatch)
     orders = order_of_key_sums(kernel.asm["ttgir"])
     assert len(orders) == 2
     for columns, lanes, warps in orders:

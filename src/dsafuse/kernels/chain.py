@@ -122,7 +122,6 @@ def quantise_query(
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
@@ -140,8 +139,8 @@ def quantise_query(
     target = token * q_out_stride_token + head * q_out_stride_head
     latent = load_row_tile(query_ptr, source + column, mask, 16).to(tl.float32)
     rope = load_row_tile(query_ptr, source + rope_column, mask, 16).to(tl.float32)
-    store_row_tile(q_out_ptr, target + column, to_fp8(latent * inverse, FP8, FP8_MAX, SIGNED_NAN), mask, ALIGN)
-    store_row_tile(q_out_ptr, target + rope_column, to_fp8(rope * inverse, FP8, FP8_MAX, SIGNED_NAN), mask, ALIGN)
+    store_row_tile(q_out_ptr, target + column, to_fp8(latent * inverse, FP8, SIGNED_NAN), mask, ALIGN)
+    store_row_tile(q_out_ptr, target + rope_column, to_fp8(rope * inverse, FP8, SIGNED_NAN), mask, ALIGN)
 
 
 @kernel
@@ -161,7 +160,6 @@ def write_latent(
     TILE_UE8M0: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ALIGN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
@@ -188,7 +186,6 @@ def write_latent(
         TILE_UE8M0,
         NEOX,
         FP8,
-        FP8_MAX,
         SIGNED_NAN,
         CACHE_ALIGN,
     )
@@ -206,7 +203,7 @@ def norm_key(
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """k_norm = layer_norm(k)."""
+    """k_norm = layer_norm(k), summed over the pairs of NEOX first."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     rows = token * k_stride + tl.arange(0, 1)[:, None]
@@ -235,7 +232,6 @@ def quantise_index_query(
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -250,17 +246,8 @@ def quantise_index_query(
     heads = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     x1, x2 = load_pairs(q_rot_ptr, (token * HEADS + head) * ROPE, mask, NEOX, 16)
     y1, y2 = load_pairs(q_ptr, token * q_stride_token + head * q_stride_head + ROPE, mask, NEOX, ALIGN)
-    c1, c2, d1, d2, scale = quantise_index_heads(
-        x1.to(tl.float32),
-        x2.to(tl.float32),
-        y1.to(tl.float32),
-        y2.to(tl.float32),
-        ROUND,
-        UE8M0,
-        FP8,
-        FP8_MAX,
-        SIGNED_NAN,
-    )
+    x1, x2, y1, y2 = x1.to(tl.float32), x2.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32)
+    c1, c2, d1, d2, scale = quantise_index_heads(x1, x2, y1, y2, ROUND, UE8M0, FP8, SIGNED_NAN)
     out = token * q_out_stride_token + head * q_out_stride_head
     store_pairs(q_out_ptr, out, c1, c2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out + ROPE, d1, d2, mask, NEOX, ALIGN)
@@ -303,7 +290,6 @@ def write_key(
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
@@ -328,7 +314,6 @@ def write_key(
         NEOX,
         UE8M0,
         FP8,
-        FP8_MAX,
         SIGNED_NAN,
         CACHE_ALIGN,
     )

@@ -139,7 +139,7 @@ def format_constants(dtype: torch.dtype, target: Target) -> dict[str, Any]:
     import triton.language as tl
 
     fmt = FP8_FORMATS[dtype]
-    return {"FP8": getattr(tl, fmt.triton_name), "FP8_MAX": fmt.max, "SIGNED_NAN": target.signed_nan}
+    return {"FP8": getattr(tl, fmt.triton_name), "SIGNED_NAN": target.signed_nan}
 
 
 @cache
@@ -157,12 +157,10 @@ def constants_of(config: Config, target: Target, plan: LaunchPlan) -> dict[str, 
         constants["HEADS"] = latent_q.heads
         constants["BLOCK_HEADS"] = block_of(latent_q, plan)
         constants["NEOX"] = latent_q.rope_style == RopeStyle.NEOX
-        constants["QUERY_FP8"] = latent_q.query in FP8_FORMATS
     if (latent_kv := config.latent_kv) is not None:
         constants["LAYOUT"] = latent_kv.layout
         constants["TILE_UE8M0"] = latent_kv.scale_rule == ScaleRule.UE8M0
         constants["BLOCK_SIZE"] = latent_kv.block_size
-        constants["KV_NORM"] = latent_kv.norm
         constants["NEOX"] = latent_kv.rope_style == RopeStyle.NEOX
     if (norm_q := config.norm_q) is not None:
         constants["Q_WIDTH"] = norm_q.width
@@ -189,9 +187,7 @@ _ABSENT_CONSTANTS = {
     "LAYOUT": None,
     "TILE_UE8M0": True,
     "BLOCK_SIZE": 1,
-    "KV_NORM": False,
     "NEOX": False,
-    "QUERY_FP8": False,
     "Q_WIDTH": 0,
     "TOPK": 0,
     "INDEX_LAYOUT": None,

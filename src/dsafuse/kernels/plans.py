@@ -61,9 +61,9 @@ WORK = {
 #   queries           7.6 % less than those; up to 3 % more from 256 tokens on
 #   queries and keys  as much on average as 4 query heads, 16 indexer heads and 2 warps, and 0.1 to 0.4 us less up to 64
 #                     tokens between an engine's GEMMs; 12 % more at 128 tokens warm, 2 % at 16,384 (16/32 heads)
-#   latents           5 % less than with 8 keys, 7 % less than with lone rows for few tokens and two of all for many. Lone
-#                     latent rows are a second wave of programs at 1,024 tokens. Its tokens' programs stand together:
-#                     what is written at one time, half of it rows of top-k indices, is then near in memory
+#   latents           5 % less than with 8 keys, 7 % less than with lone rows for few tokens and two of all for many.
+#                     Lone latent rows are a second wave of programs at 1,024 tokens. Its tokens' programs stand
+#                     together: what is written at one time, half of it rows of top-k indices, is then near in memory
 #
 # A thread has one column of a key's row or two, in each of them: with more, its sums would be in another order than the
 # other ops' (tiles.row_sum_in_order).

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dsafuse import layouts, numerics
 from dsafuse.kernels.tiles import (
+    FP8_MAX,
     bounded,
     divide,
     let_next_grid_start,
@@ -69,9 +70,7 @@ def latent_q(
     HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NEOX: tl.constexpr,
-    QUERY_FP8: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -89,18 +88,18 @@ def latent_q(
     if q_nope_ptr is not None:
         nope = load_row_tile(q_nope_ptr, nope_rows + column, mask, ALIGN)  # [BLOCK_HEADS, 512]
     x1, x2 = load_pairs(q_pe_ptr, pe_rows, mask, NEOX, ALIGN)  # [BLOCK_HEADS, 32] each
-    if QUERY_FP8:
+    if q_scale_ptr is not None:
         scale = tl.load(q_scale_ptr)
     let_next_grid_start(PDL)
     cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
     dtype = x1.dtype
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
-    if QUERY_FP8:
+    if q_scale_ptr is not None:
         inverse = reciprocal(scale)
         x1, x2 = round_pairs(x1, x2, dtype, ROUND)
         if q_nope_ptr is not None:
-            nope = to_fp8(nope.to(tl.float32) * inverse, FP8, FP8_MAX, SIGNED_NAN)
-        x1, x2 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN), to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN)
+            nope = to_fp8(nope.to(tl.float32) * inverse, FP8, SIGNED_NAN)
+        x1, x2 = to_fp8(x1 * inverse, FP8, SIGNED_NAN), to_fp8(x2 * inverse, FP8, SIGNED_NAN)
     else:
         x1, x2 = x1.to(dtype), x2.to(dtype)
     if q_nope_ptr is not None:
@@ -189,7 +188,6 @@ def store_latent_rows(
     TILE_UE8M0: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
@@ -209,28 +207,28 @@ def store_latent_rows(
         if LAYOUT == "fp8":
             inverse = reciprocal(k_scale)
             scaled = wide * inverse
-            code1 = to_fp8(x1 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
-            code2 = to_fp8(x2 * inverse, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
+            code1 = to_fp8(x1 * inverse, FP8, SIGNED_NAN).to(tl.uint8, bitcast=True)
+            code2 = to_fp8(x2 * inverse, FP8, SIGNED_NAN).to(tl.uint8, bitcast=True)
             store_pairs(bytes_ptr, row + LATENT, code1, code2, live, NEOX, CACHE_ALIGN)
         else:
             ROWS: tl.constexpr = latent.shape[0]
             TILES: tl.constexpr = LATENT // LATENT_TILE
             tiles = tl.reshape(wide, (ROWS * TILES, LATENT_TILE))
-            # The floor is one of the scale: at FP8_MAX times it, the scale is the floor, or the power of two above it.
+            # The floor is one of the scale: at FP8's maximum times it, the scale is it, or the power of two above it.
             FLOOR: tl.constexpr = DS_MLA_FLOOR if TILE_UE8M0 else DS_MLA_FLOOR_FP32
-            amax = bounded(row_max(tl.abs(tiles)), FLOOR * FP8_MAX)
+            amax = bounded(row_max(tl.abs(tiles)), FLOOR * FP8_MAX[FP8])
             if TILE_UE8M0:
-                scale, inverse = power_of_two_scale(amax, FP8_MAX)
+                scale, inverse = power_of_two_scale(amax, FP8)
                 tiles = tiles * inverse[:, None]
             else:
-                scale, inverse = rounded_scale(amax, FP8_MAX)
+                scale, inverse = rounded_scale(amax, FP8)
                 tiles = divide(tiles, inverse[:, None])
             scaled = tl.reshape(tiles, (ROWS, LATENT))
             scale_ptr = (bytes_ptr + row + DS_SCALE_BYTES).to(tl.pointer_type(tl.float32))
             tl.store(scale_ptr + tl.arange(0, TILES)[None, :], tl.reshape(scale, (ROWS, TILES)), mask=live)
             rope_ptr = (bytes_ptr + row + DS_ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
             store_pairs(rope_ptr, slot * 0, x1.to(tl.bfloat16), x2.to(tl.bfloat16), live, NEOX, CACHE_ALIGN)
-        codes = to_fp8(scaled, FP8, FP8_MAX, SIGNED_NAN).to(tl.uint8, bitcast=True)
+        codes = to_fp8(scaled, FP8, SIGNED_NAN).to(tl.uint8, bitcast=True)
         store_row_tile(bytes_ptr, row + column, codes, live, CACHE_ALIGN)
 
 
@@ -262,10 +260,8 @@ def latent_kv(
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
     TILE_UE8M0: tl.constexpr,
-    NORM: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -284,14 +280,14 @@ def latent_kv(
     k1, k2 = load_pairs(k_pe_ptr, pe_rows, here, NEOX, ALIGN)
     slot = load_slot(slots_ptr, slot_count, token)
     k_scale = tl.load(k_scale_ptr) if LAYOUT == "fp8" else None
-    if NORM:
+    if norm_weight_ptr is not None:
         weight = load_row_tile(norm_weight_ptr, column, None, ALIGN)
     let_next_grid_start(PDL)
     slot, live = live_slot(slot, capacity)
     cos, sin = load_angles(table_ptr, table_stride, max_position, position, ALIGN)
     x1, x2 = rotate(k1.to(tl.float32), k2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, k1.dtype, ROUND)
-    if NORM:
+    if norm_weight_ptr is not None:
         normed = rms_norm(kv_c.to(tl.float32), weight.to(tl.float32), norm_eps, LATENT)
         latent = normed.to(kv_c.dtype) if ROUND else normed
     else:
@@ -315,7 +311,6 @@ def latent_kv(
         TILE_UE8M0,
         NEOX,
         FP8,
-        FP8_MAX,
         SIGNED_NAN,
         CACHE_ALIGN,
     )
@@ -345,7 +340,6 @@ def index_q(
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -368,7 +362,7 @@ def index_q(
     x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
     x1, x2 = round_pairs(x1, x2, dtype, ROUND)
     x1, x2, y1, y2, scale = quantise_index_heads(
-        x1, x2, y1.to(tl.float32), y2.to(tl.float32), ROUND, UE8M0, FP8, FP8_MAX, SIGNED_NAN
+        x1, x2, y1.to(tl.float32), y2.to(tl.float32), ROUND, UE8M0, FP8, SIGNED_NAN
     )
     store_pairs(q_out_ptr, out_rows, x1, x2, mask, NEOX, ALIGN)
     store_pairs(q_out_ptr, out_rows + ROPE, y1, y2, mask, NEOX, ALIGN)
@@ -378,19 +372,11 @@ def index_q(
 
 @triton.jit
 def quantise_index_heads(
-    x1,
-    x2,
-    y1,
-    y2,
-    ROUND: tl.constexpr,
-    UE8M0: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    SIGNED_NAN: tl.constexpr,
+    x1, x2, y1, y2, ROUND: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, SIGNED_NAN: tl.constexpr
 ):
     """Indexer query heads [HEADS, 32] x 4 to fp8, one scale a head: the floor is that of the rounding."""
     FLOOR: tl.constexpr = INDEX_Q_FLOOR if ROUND else INDEX_Q_FLOOR_FP32
-    return quantise_rows(x1, x2, y1, y2, FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN)
+    return quantise_rows(x1, x2, y1, y2, FLOOR, UE8M0, FP8, SIGNED_NAN)
 
 
 @triton.jit
@@ -449,12 +435,11 @@ def store_index_rows(
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     CACHE_ALIGN: tl.constexpr,
 ):
     """Quantise prepared keys (fp32 pair tiles: rotary dims, the rest) and write the live ones; slot, live [ROWS, 1]."""
-    c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, FP8_MAX, SIGNED_NAN)
+    c1, c2, d1, d2, scale = quantise_rows(x1, x2, y1, y2, INDEX_K_FLOOR, UE8M0, FP8, SIGNED_NAN)
     c1, c2 = c1.to(tl.uint8, bitcast=True), c2.to(tl.uint8, bitcast=True)
     d1, d2 = d1.to(tl.uint8, bitcast=True), d2.to(tl.uint8, bitcast=True)
     bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
@@ -494,7 +479,6 @@ def index_k(
     NEOX: tl.constexpr,
     UE8M0: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     SIGNED_NAN: tl.constexpr,
     ROUND: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -532,7 +516,6 @@ def index_k(
         NEOX,
         UE8M0,
         FP8,
-        FP8_MAX,
         SIGNED_NAN,
         CACHE_ALIGN,
     )

@@ -160,11 +160,21 @@ def clear_topk(topk_indices: torch.Tensor, tokens: int) -> None:
     topk_indices[:tokens].fill_(-1)
 
 
-def norm_key(k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor) -> None:
-    """k_norm = layer_norm(k)."""
+def norm_key(
+    k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor, rope_style: str
+) -> None:
+    """k_norm = layer_norm(k); the columns that rope_style pairs are summed first, as in the fused kernel."""
     with on_device_of(k):
         chain.norm_key[(len(k),)](
-            k, k.stride(0), weight, bias, eps, k_norm, NEOX=True, ALIGN=alignment(k), **_options(k)
+            k,
+            k.stride(0),
+            weight,
+            bias,
+            eps,
+            k_norm,
+            NEOX=rope_style == RopeStyle.NEOX,
+            ALIGN=alignment(k),
+            **_options(k),
         )
 
 

@@ -15,6 +15,8 @@ from dsafuse import layouts, numerics
 HALF = tl.constexpr(layouts.ROPE_DIM // 2)
 ROPE = tl.constexpr(layouts.ROPE_DIM)
 FLT_MAX = tl.constexpr(numerics.FLT_MAX)
+FP8_MAX = tl.constexpr({getattr(tl, fmt.triton_name): fmt.max for fmt in numerics.FP8_FORMATS.values()})
+"""The largest magnitude that is ever stored in an fp8 format, by its element type."""
 
 
 # tl.sum and tl.max are jitted at Triton's own import, which the interpreter can't enter; tl.reduce is a builtin.
@@ -148,13 +150,14 @@ def divide(x, inverse):
 
 
 @triton.jit
-def to_fp8(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr, SIGNED_NAN: tl.constexpr):
+def to_fp8(x, FP8: tl.constexpr, SIGNED_NAN: tl.constexpr):
     """Clamped, nearest even, one NaN. AMD's conversions do not saturate, and an overflow would become NaN."""
+    MOST: tl.constexpr = FP8_MAX[FP8]
     if SIGNED_NAN:
         # The conversion would keep a NaN's sign. No dearer there: AMD's clamp passes over NaN, and one that does not
         # is this selection, too.
-        return tl.where(x == x, tl.clamp(x, -FP8_MAX, FP8_MAX), float("nan")).to(FP8)
-    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(FP8)
+        return tl.where(x == x, tl.clamp(x, -MOST, MOST), float("nan")).to(FP8)
+    return tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
 
 @triton.jit
@@ -164,53 +167,45 @@ def bounded(amax, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def power_of_two_scale(amax, FP8_MAX: tl.constexpr):
-    """The smallest power of two >= amax / FP8_MAX, which fp32 rounds, and its inverse (amax and scale normal, > 0).
+def power_of_two_scale(amax, FP8: tl.constexpr):
+    """The smallest power of two >= amax / most, which fp32 rounds, and its inverse (amax and scale normal, > 0).
 
-    No division: amax / FP8_MAX <= 2**k says amax <= FP8_MAX * 2**k, which a subtraction of the bits of the two decides
-    for every k. Rounding hides nothing, since the quotient of the next fp32 above FP8_MAX * 2**k is over 2**k by more
-    than half a unit in its last place.
+    most is FP8's maximum. No division: amax / most <= 2**k says amax <= most * 2**k, which a subtraction of the bits
+    of the two decides for every k. Rounding hides nothing, since the quotient of the next fp32 above most * 2**k is
+    over 2**k by more than half a unit in its last place.
     """
-    most = tl.full((1,), FP8_MAX, tl.float32).to(tl.int32, bitcast=True)
+    most = tl.full((1,), FP8_MAX[FP8], tl.float32).to(tl.int32, bitcast=True)
     k = (amax.to(tl.int32, bitcast=True) - most + 0x7FFFFF) >> 23
     return ((127 + k) << 23).to(tl.float32, bitcast=True), ((127 - k) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rounded_scale(amax, FP8_MAX: tl.constexpr):
-    """amax / FP8_MAX in fp32 (amax >= 2**-126 * FP8_MAX), and its inverse in fp64, by which `divide` divides."""
-    scale = divide(amax, 1.0 / FP8_MAX)
+def rounded_scale(amax, FP8: tl.constexpr):
+    """amax / FP8's maximum in fp32 (at least 2**-126), and its inverse in fp64, by which `divide` divides."""
+    scale = divide(amax, 1.0 / FP8_MAX[FP8])
     return scale, 1.0 / scale.to(tl.float64)
 
 
 @triton.jit
 def quantise_rows(
-    x1,
-    x2,
-    y1,
-    y2,
-    FLOOR: tl.constexpr,
-    UE8M0: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    SIGNED_NAN: tl.constexpr,
+    x1, x2, y1, y2, FLOOR: tl.constexpr, UE8M0: tl.constexpr, FP8: tl.constexpr, SIGNED_NAN: tl.constexpr
 ):
     """Two pair tiles of the same rows to fp8, one scale a row [ROWS]. maximum() passes over NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(x1), tl.abs(x2)), tl.maximum(tl.abs(y1), tl.abs(y2)))
     amax = bounded(row_max(largest), FLOOR)
     if UE8M0:
-        scale, inverse = power_of_two_scale(amax, FP8_MAX)
+        scale, inverse = power_of_two_scale(amax, FP8)
         factor = inverse[:, None]
         x1, x2, y1, y2 = x1 * factor, x2 * factor, y1 * factor, y2 * factor
     else:
-        scale, inverse = rounded_scale(amax, FP8_MAX)
+        scale, inverse = rounded_scale(amax, FP8)
         factor = inverse[:, None]
         x1, x2, y1, y2 = divide(x1, factor), divide(x2, factor), divide(y1, factor), divide(y2, factor)
     return (
-        to_fp8(x1, FP8, FP8_MAX, SIGNED_NAN),
-        to_fp8(x2, FP8, FP8_MAX, SIGNED_NAN),
-        to_fp8(y1, FP8, FP8_MAX, SIGNED_NAN),
-        to_fp8(y2, FP8, FP8_MAX, SIGNED_NAN),
+        to_fp8(x1, FP8, SIGNED_NAN),
+        to_fp8(x2, FP8, SIGNED_NAN),
+        to_fp8(y1, FP8, SIGNED_NAN),
+        to_fp8(y2, FP8, SIGNED_NAN),
         scale,
     )
 
