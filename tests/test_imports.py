@@ -1,7 +1,8 @@
 """The house: who may import whom, what importing costs, and a few things that must not be written where.
 
 Every import statement counts, those inside functions and under TYPE_CHECKING too. The two links that are
-resolved by name at the first dispatch (dispatch -> providers, split -> its steps) are strings on purpose.
+resolved by name at the first dispatch (dispatch -> providers, split -> its steps) are strings on purpose, as are
+Triton's names in `private`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dsafuse"
 TESTS = ROOT / "tests"
 
-LEAVES = {"numerics", "layouts", "target", "models", "switches"}
+LEAVES = {"numerics", "layouts", "target", "models", "switches", "private"}
 BASE = {"dispatch", "registry", "ops"} | LEAVES
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms it may import, libraries it may import)
     **{leaf: (LEAVES, {"torch"}) for leaf in LEAVES},
     "stopping": (set(), set()),
     "dispatch": (LEAVES, {"torch"}),
-    "known": (set(), {"torch"}),
+    "known": ({"private"}, {"torch"}),
     "entry": ({"known"} | LEAVES, {"torch"}),
     "registry": ({"dispatch", "entry", "known"} | LEAVES, {"torch"}),
     "ops": (BASE, {"torch"}),
@@ -117,6 +118,28 @@ def test_imports_follow_the_arrows_of_the_house(room: str, path: Path) -> None:
 def test_an_arrow_that_points_the_wrong_way_is_seen(room: str, source: str, wrong: list[str]) -> None:
     package = ("dsafuse", room) if (SOURCE / room).is_dir() else ("dsafuse",)
     assert wrong_arrows(room, source, package) == wrong
+
+
+def shown_rooms(document: str) -> dict[str, tuple[set[str], set[str]]]:
+    """The map of the house that a document draws, as `ROOMS` has it."""
+    groups = {"leaves": LEAVES, "base": BASE}
+    cells = r"^\| *([^|]+?) *\|[^|]+\| *([^|]*?) *\| *([^|]*?) *\|$"
+    found = {}
+    for room, rooms, libraries in re.findall(cells, document.replace("`", ""), re.MULTILINE)[2:]:
+        names = set(filter(None, rooms.split(", ")))
+        found[room] = (
+            set().union(*(groups.get(name, {name}) for name in names)),
+            set(filter(None, libraries.split(", "))),
+        )
+    return found
+
+
+def test_the_map_of_the_house_has_every_room_and_its_arrows() -> None:
+    shown = shown_rooms((ROOT / "CONTRIBUTING.md").read_text())
+    assert {room: (rooms | {room}, libraries) for room, (rooms, libraries) in shown.items()} == {
+        room: (rooms | {room}, libraries) for room, (rooms, libraries) in ROOMS.items()
+    }
+    assert set([*shown][: [*shown].index("dispatch")]) == LEAVES
 
 
 def imported_by(statement: str) -> set[str]:

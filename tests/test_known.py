@@ -11,16 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafuse import known
-from dsafuse.known import KnownCalls, known_call
-
-
-@pytest.fixture(params=["native", "Python"])
-def guard_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., known.Guard]:
-    """`known.guard_of` on a torch that has guards of its own, and on one that has none."""
-    assert known._native_guards() is not None
-    if request.param == "Python":
-        monkeypatch.setattr(known, "_native_guards", lambda: None)
-    return known.guard_of
+from dsafuse.known import KnownCalls, guard_of, known_call
 
 
 def base() -> torch.Tensor:
@@ -38,23 +29,20 @@ OTHERS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def test_a_call_at_other_addresses_is_the_same_call(guard_of: Callable[..., known.Guard]) -> None:
+def test_a_call_at_other_addresses_is_the_same_call() -> None:
     guard = guard_of([base(), base()])
     assert guard(base(), base())
     assert guard(torch.empty(30)[6:].view(4, 6), base())
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_a_tensor_that_looks_different_is_another_call(
-    other: Callable[[], torch.Tensor], guard_of: Callable[..., known.Guard]
-) -> None:
+def test_a_tensor_that_looks_different_is_another_call(other: Callable[[], torch.Tensor]) -> None:
     guard = guard_of([base(), base()])
     assert not guard(other(), base())
     assert not guard(base(), other())
 
 
 @pytest.mark.parametrize("mode", [TorchDispatchMode, FakeTensorMode])
-@pytest.mark.usefixtures("guard_of")
 def test_a_call_that_a_mode_looks_at_is_another_call(mode: Callable[[], Any]) -> None:
     """Modes of torch's own, as of fake tensors, leave the dispatch keys that guards look at as they were."""
     given, launched = (base(),), Launched()
@@ -66,15 +54,13 @@ def test_a_call_that_a_mode_looks_at_is_another_call(mode: Callable[[], Any]) ->
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize], ids=["vmap", "functionalize"])
-def test_a_call_that_torch_transforms_is_another_call(
-    transform: Callable[..., Any], guard_of: Callable[..., known.Guard]
-) -> None:
+def test_a_call_that_torch_transforms_is_another_call(transform: Callable[..., Any]) -> None:
     guard, seen = guard_of([base()]), []
     transform(lambda tensor: seen.append(guard(base())) or tensor)(base())
     assert seen == [False]
 
 
-def test_a_tensor_that_requires_grad_passes_only_where_none_is_recorded(guard_of: Callable[..., known.Guard]) -> None:
+def test_a_tensor_that_requires_grad_passes_only_where_none_is_recorded() -> None:
     learnt = base().requires_grad_()
     guard = guard_of([learnt])
     assert not guard(learnt)

@@ -3,18 +3,18 @@
 A full check of a call costs about 100 us of Python, which no eager engine would forgive. So an op remembers the calls
 that passed, by all that a check looks at: names and numbers in a dict key, and of every tensor its type, device,
 dtype, sizes, strides and whether it requires grad. A call that matches goes straight to its launch, which looks at
-the addresses alone.
+the addresses alone. Where torch or Triton lacks what that takes (`private`), no call is remembered.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
+
+from dsafuse import private
 
 Guard = Callable[..., bool]
 Tensors = tuple[torch.Tensor | None, ...]
@@ -34,54 +34,23 @@ MOST_CALLS = 8
 
 
 def is_watched() -> bool:
-    """Whether torch traces, transforms or stands in for what happens: then it has to see the op."""
+    """Whether torch traces, transforms or stands in for what happens, or doesn't say: then it has to see the op."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode, and any other mode
+        private.why_not("watching") is not None
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode, and any other mode
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
     )
 
 
-class PythonGuard:
-    """Whether tensors look as they did, unwatched. For a torch without `TensorGuards`; many times slower."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._seen = self._look(tensors)
-
-    @staticmethod
-    def _look(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        return [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-
-    def __call__(self, *tensors: torch.Tensor) -> bool:
-        """Whether these look like those."""
-        return not is_watched() and self._look(tensors) == self._seen
-
-
-@cache
-def _native_guards() -> Any:
-    """The guards that torch.compile uses, one C++ call for all tensors; None if this torch has none that fit."""
-    probe = torch.empty(2, 3)
-    try:
-        guards_of: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
-        guards = guards_of(probe, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]])
-    except (ImportError, AttributeError, TypeError):
-        return None
-    fits = guards.check(probe) and not guards.check(probe.t()) and not guards.check(torch.empty(3, 3))
-    return guards_of if fits else None
-
-
 def guard_of(tensors: Sequence[torch.Tensor]) -> Guard:
     """A function that says whether other tensors look like these, none of which may come twice."""
-    native = _native_guards()
-    guard: Guard = (
-        PythonGuard(tensors)
-        if native is None
-        else native(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        ).check
-    )
+    guards_of: Any = torch._C._dynamo.guards.TensorGuards  # torch.compile's own: one C++ call for all tensors
+    guard: Guard = guards_of(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    ).check
     if any(tensor.requires_grad for tensor in tensors):
         # A check passes them only where no gradient is recorded.
         return lambda *others: not torch.is_grad_enabled() and guard(*others)
@@ -113,7 +82,7 @@ def known_call(
     order = {i: place for place, i in enumerate((*looked_at, *made))}
     guard = guard_of([tensor for i in looked_at if (tensor := given[i]) is not None])
     launch = launch_of(order | {i: order[first] for i, first in twins})
-    # The native guard sees torch.func and torch.jit.trace in the dispatch keys, but not a mode of torch's own.
+    # The guard sees torch.func and torch.jit.trace in the dispatch keys, but not a mode of torch's own.
     modes = torch._C._len_torch_dispatch_stack
     tensors_of, results_of = _picker(looked_at), itemgetter(*results)
     address_of = torch.Tensor.data_ptr

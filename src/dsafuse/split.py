@@ -8,14 +8,13 @@ fallback and the baseline of every ratio.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from dsafuse import torch_steps
-from dsafuse.dispatch import OpConfig, unsupported_format
+from dsafuse.dispatch import PROVIDERS, OpConfig, unsupported_format
 from dsafuse.layouts import ROPE_DIM
 from dsafuse.numerics import FP8_FORMATS, Rounding
 from dsafuse.ops import roles
@@ -36,8 +35,8 @@ def why_not_here() -> str | None:
 
 
 def steps_for(device: torch.device) -> ModuleType:
-    """The module whose functions are the steps: Triton on a GPU that has it, else torch."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    """The module whose functions are the steps: Triton on a GPU where it can be compiled, else torch."""
+    if device.type == "cuda" and PROVIDERS["triton"].load().why_not_here() is None:
         return importlib.import_module("dsafuse.kernels.steps")
     return torch_steps
 
@@ -116,7 +115,7 @@ def _index(n: Named, config: Config, steps: ModuleType) -> None:
         k = n["k"]
         k_norm = k.new_empty(k.shape, dtype=kept)
         k_rot = k.new_empty((len(k), ROPE_DIM), dtype=kept)
-        steps.norm_key(k, n["norm_weight"], n["norm_bias"], n["eps"], k_norm)
+        steps.norm_key(k, n["norm_weight"], n["norm_bias"], n["eps"], k_norm, k_role.rope_style)
     if q_role is not None:
         q = n["q"]
         q_rot = q.new_empty((*q.shape[:2], ROPE_DIM), dtype=kept)

@@ -167,8 +167,20 @@ def with_parameter(kernel: Kernel, kind: str) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(kernel.compiled), "src": SimpleNamespace(signature=signature)})
 
 
+def without(kernel: Kernel, name: str) -> SimpleNamespace:
+    fields = {other: value for other, value in kernel.compiled.metadata._asdict().items() if other != name}
+    return SimpleNamespace(**{**vars(kernel.compiled), "metadata": SimpleNamespace(**fields)})
+
+
 REASONS: dict[str, Callable[[Kernel], tuple[Any, Any]]] = {
     "there is no CUDA driver": lambda k: (k.compiled, None),
+    "a compiled kernel has no src.signature": lambda k: (
+        SimpleNamespace(**vars(k.compiled) | {"src": None}),
+        Driver([]),
+    ),
+    "a compiled kernel has no metadata.shared": lambda k: (without(k, "shared"), Driver([])),
+    "a compiled kernel has no metadata.num_warps": lambda k: (without(k, "num_warps"), Driver([])),
+    "a compiled kernel has no metadata.target.warp_size": lambda k: (without(k, "target"), Driver([])),
     "num_ctas is 2": lambda k: (with_metadata(k, num_ctas=2), Driver([])),
     "launch_cooperative_grid is True": lambda k: (with_metadata(k, launch_cooperative_grid=True), Driver([])),
     "global_scratch_size is 128": lambda k: (with_metadata(k, global_scratch_size=128), Driver([])),

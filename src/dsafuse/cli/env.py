@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dsafuse import private
 from dsafuse.check.environment import environment
 from dsafuse.cli import output
 
 
 def env(json: output.Json = False) -> None:
-    """Print versions, GPU, driver, target, switches, commit and entry points."""
-    facts = environment()
+    """Print versions, GPU, driver, target, switches, commit, entry points, and what torch and Triton lack."""
+    facts = {**environment(), "missing_names": private.lacks()}
     if json:
         output.print_json(facts)
         return

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
+from dsafuse import private
 from dsafuse.kernels import grids, offline
 from dsafuse.kernels.parameters import VECTOR_BYTES
 from dsafuse.ops.config import Config
@@ -33,6 +34,8 @@ def compile_call(
     It goes through Triton's own launch, so that what it keeps, in memory with `here` and on disk in any case, is what
     a launch looks for.
     """
+    if (reason := private.why_not("warm_up")) is not None:
+        raise RuntimeError(reason)
     recorded = offline.fused_launch(op, arguments, config, target)
     parameters = {**recorded.parameters, "ALIGN": row_alignment}
     with nullcontext() if here else standing_in(target):

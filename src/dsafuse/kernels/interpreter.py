@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsafuse import private
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels import launch
 from dsafuse.ops.config import Config
@@ -40,7 +41,7 @@ def why_not(config: OpConfig, target: Target) -> str | None:
 
 def why_not_here() -> str | None:
     """Why nothing can be interpreted on this machine."""
-    return launch.why_not_here()
+    return launch.why_not_here() or private.why_not("interpreter")
 
 
 def run(op: str, arguments: Arguments, config: Config) -> None:

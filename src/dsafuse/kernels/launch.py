@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsafuse import private
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels.addresses import Addresses
 from dsafuse.kernels.parameters import alignments, constants_of, launch_options, runtime_arguments
@@ -34,7 +35,7 @@ def why_not_here() -> str | None:
     """Why nothing can be launched on this machine."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return None
+    return private.why_not("kernels")
 
 
 def run(op: str, arguments: Arguments, config: Config) -> None:

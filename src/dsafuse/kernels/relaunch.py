@@ -12,6 +12,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 Relaunch = Callable[[tuple[int, ...], int], bool]
@@ -114,6 +115,11 @@ def why_not_driver(compiled: Any, cuda: Any) -> str | None:
     """Why a kernel is launched through Triton; None if it is launched through the driver."""
     if cuda is None:
         return "there is no CUDA driver"
+    for path in ("src.signature", "metadata.shared", "metadata.num_warps", "metadata.target.warp_size"):
+        try:
+            attrgetter(path)(compiled)
+        except AttributeError:
+            return f"a compiled kernel has no {path}"
     metadata = compiled.metadata
     for name, plain in (
         ("num_ctas", 1),
