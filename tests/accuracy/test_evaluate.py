@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +28,33 @@ from dsafuse.accuracy.model import Model, read
 from dsafuse.accuracy.tasks import Problem
 from dsafuse.cli.app import app
 from dsafuse.vllm import arms
+from dsafuse.vllm.plan import OpPlan
 from tests.accuracy.conftest import LONGEST, needs_vllm, write
 
 MODELS = Path(__file__).parents[2] / "models"
-OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "", "reasons": []}
-PLANS = [{"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP}]
+OPS = {"wrapper": ("mla", "indexer"), "model": ("latents", "queries")}
+"""What the plans of vLLM's two paths name, and its counters."""
+
+
+def plans(path: str = "wrapper", layers: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    """Of fused layers, but for the changes to the first op of each."""
+    first, second = (OpPlan(name, fused=True, provider="interpreter") for name in OPS[path])
+    ops = [asdict(replace(first, **changes)), asdict(second)]
+    return [{"layer": f"model.layers.{layer}", "kind": "DSA layer", "ops": ops} for layer in range(layers)]
+
+
 STEPS = [0.1, 0.1, 0.1]
 
 
-def calls(fused: int, fallback: int = 0) -> dict[str, dict[str, int]]:
-    return {op: {"fused": fused, "fallback": fallback} for op in ("mla", "indexer")}
+def calls(fused: int, fallback: int = 0, path: str = "wrapper") -> dict[str, dict[str, int]]:
+    return {op: {"fused": fused, "fallback": fallback} for op in OPS[path]}
 
 
 def arm(answers: list[str], **changes: Any) -> arms.ArmResult:
     """An arm that said this, and was fused unless told otherwise."""
     eos = [tokenizer.IDS[tokenizer.EOS]]
     tokens = [tokenizer.encode(text, bos=False) + eos for text in answers]
-    return replace(arms.ArmResult(tokens, STEPS, calls(3), PLANS), **changes)
+    return replace(arms.ArmResult(tokens, STEPS, calls(3), plans()), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +94,9 @@ def test_default_contexts_lie_on_both_sides_of_index_topk(model: Model) -> None:
         assert short < model.index_topk < long <= LONGEST
 
 
-def test_equal_arms_are_a_success(settings: Settings) -> None:
-    found = compared(settings, RIGHT, RIGHT)
+@pytest.mark.parametrize("path", OPS)
+def test_equal_arms_are_a_success(settings: Settings, path: str) -> None:
+    found = compared(settings, RIGHT, RIGHT, plans=plans(path), calls=calls(3, path=path))
     assert found.problems == []
     assert (found.paired.unfused.right, found.paired.fused.right, found.paired.differing) == (8, 8, 0)
     assert list(found.parts) == [("recall", 32)]
@@ -116,10 +127,10 @@ def test_in_fp32_one_other_answer_is_a_problem(settings: Settings) -> None:
         ({"calls": calls(2)}, "mla calls in 3 steps: {'fused': 2, 'fallback': 0}, expected {'fused': 3"),
         ({"calls": calls(3, fallback=1)}, "'fallback': 1}, expected"),
         (
-            {"plans": [{**PLANS[0], "mla": {**OP, "fused": False, "reasons": ["too wide"]}}]},
-            "mla was not fused: too wide",
+            {"plans": plans("model", fused=False, reasons=("too wide",)), "calls": calls(3, path="model")},
+            "latents was not fused: too wide",
         ),
-        ({"plans": [{**PLANS[0], "mla": {**OP, "provider": "triton"}}]}, "mla ran on provider triton, not interpreter"),
+        ({"plans": plans(provider="triton")}, "mla ran on provider triton, not interpreter"),
     ],
 )
 def test_an_arm_that_was_not_fused_at_every_step_is_a_problem(
@@ -130,7 +141,7 @@ def test_an_arm_that_was_not_fused_at_every_step_is_a_problem(
 
 def test_a_draft_may_rest_and_the_backbone_may_not(settings: Settings) -> None:
     drafted = replace(settings, cells=(Cell("auto", drafts=1),))
-    two = [PLANS[0], {**PLANS[0], "layer": "model.layers.1"}]
+    two = plans(layers=2)
     found = compared(drafted, RIGHT, RIGHT, plans=two, calls=calls(4), drafts=(10, 5))
     assert found.problems == []
     assert found.acceptance == (1.0, 1.5)

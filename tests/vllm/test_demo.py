@@ -10,21 +10,27 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
-from dsafuse.vllm import arms, demo, demo_view
+from dsafuse.vllm import arms, demo, demo_view, plan
 
 CELL = demo.Cell("glm-5", "fp8")
-OP = {"fused": True, "absent": False, "provider": "interpreter", "trace": "why", "reasons": []}
-ABSENT = {"fused": False, "absent": True, "provider": None, "trace": "", "reasons": ["no indexer"]}
-PLANS = [
-    {"layer": "model.layers.0", "kind": "DSA layer", "mla": OP, "indexer": OP, "together": True},
-    {"layer": "model.layers.1", "kind": "shared", "mla": OP, "indexer": ABSENT, "together": False},
+
+
+def op(name: str, **changes: Any) -> dict[str, Any]:
+    fused = plan.OpPlan(name, fused=True, provider="interpreter", trace="why")
+    return asdict(replace(fused, **changes))
+
+
+ABSENT = op("indexer", fused=False, absent=True, provider=None, trace="", reasons=("no indexer",))
+PLANS: list[dict[str, Any]] = [
+    {"layer": "model.layers.0", "kind": "DSA layer", "ops": [op("mla"), op("indexer")], "together": True},
+    {"layer": "model.layers.1", "kind": "shared", "ops": [op("mla"), ABSENT], "together": False},
 ]
 
 
@@ -42,7 +48,7 @@ def fused(**changes: Any) -> arms.ArmResult:
 
 def refused() -> list[dict[str, Any]]:
     plans = copy.deepcopy(PLANS)
-    plans[0]["indexer"] = {**OP, "fused": False, "provider": None, "reasons": ["head_dim must be 128, got 64"]}
+    plans[0]["ops"][1] = op("indexer", fused=False, provider=None, reasons=("head_dim must be 128, got 64",))
     return plans
 
 

@@ -50,7 +50,8 @@ def test_deepseek_is_foreseen_fused_without_weights_and_as_one_rank(tmp_path: Pa
     (kind,) = found["kinds"]
     assert kind["says"].startswith("DSA layer: mla: fused, provider interpreter; indexer: fused, provider interpreter")
     assert kind["layers"] == [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
-    assert "interpreter: accepted" in kind["mla"]["trace"]
+    assert [op["op"] for op in kind["ops"]] == ["mla", "indexer"]
+    assert "interpreter: accepted" in kind["ops"][0]["trace"]
 
 
 SETTLED_AT_48 = """

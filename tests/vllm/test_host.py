@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +198,26 @@ def test_the_row_says_which_hook(hooks_free: dict[str, Any], monkeypatch: pytest
     monkeypatch.setitem(lazy._PATHS, "model", lambda: ["asked"])
     assert lazy._install() == ["fused preparation: asked"]
     assert not hooks_free
+
+
+HOOKS = {
+    "docs/vllm.md": ("What each hook touches", ("vllm/wrapper.py", "vllm/cpu/install.py")),
+    "docs/vllm-model-path.md": ("What is touched", ("vllm/model_path/__init__.py",)),
+}
+
+
+@pytest.mark.parametrize("page", HOOKS)
+def test_each_hook_names_the_page_that_says_what_it_touches_why_and_when_it_can_go(page: str) -> None:
+    heading, hooks = HOOKS[page]
+    root = Path(host.__file__).parents[3]
+    section = (root / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert header == ["touched", "how", "why", "when it can go"]
+    source = "".join(path.read_text() for path in Path(host.__file__).parent.rglob("*.py"))
+    for row in rows:
+        assert len(row) == 4
+        assert all(row)
+        for name in re.findall(r"`([\w.]+)`", row[0]):
+            assert name.split(".")[-1] in source
+    for hook in hooks:
+        assert f'docs/{Path(page).name}, "{heading}"' in (root / "src/dsafuse" / hook).read_text()

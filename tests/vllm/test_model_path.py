@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from dsafuse import switches
-from dsafuse.vllm import counters, gates, host, plan
+from dsafuse.vllm import arms, counters, demo, gates, host, plan
 from dsafuse.vllm.model_path import functions, symbols
 from dsafuse.vllm.model_path import plan as seam_plan
 from dsafuse.vllm.model_path.functions import Functions
@@ -162,11 +164,27 @@ def test_the_opt_in_class_is_vllms_and_strict_raises(mode: str, monkeypatch: pyt
 # plans
 
 
+class Layer:
+    """Whatever a layer has."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+BACKEND = SimpleNamespace(get_supported_kernel_block_sizes=lambda *_: [64])
+
+
+def indexer(head_dim: int = 128) -> Any:
+    sizes = {"head_dim": head_dim, "rope_dim": 64, "quant_block_size": 128, "scale_fmt": "ue8m0", "n_head": 16}
+    return SimpleNamespace(**sizes, k_cache=SimpleNamespace(get_attn_backend=lambda: BACKEND))
+
+
 def layer(**changes: Any) -> Any:
     """A layer as vLLM's class leaves it; every gate accepts it until a test changes something."""
-    made = SimpleNamespace(
+    made = Layer(
         layer_name="model.layers.0.self_attn.attn",
         kv_cache_dtype="auto",
+        attn_backend=BACKEND,
         kv_lora_rank=512,
         q_lora_rank=128,
         qk_rope_head_dim=64,
@@ -176,7 +194,7 @@ def layer(**changes: Any) -> Any:
         hisparse_cache=None,
         _fp8_query=False,
         _index_rope_interleave=False,
-        indexer=SimpleNamespace(head_dim=128, rope_dim=64, quant_block_size=128, scale_fmt="ue8m0", n_head=16),
+        indexer=indexer(),
     )
     made.__dict__.update(changes)
     return made
@@ -198,7 +216,8 @@ PATH = symbols.PATHS["0.32", "cuda"]
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A fresh process as far as plans go, and what it logs."""
     lines: list[str] = []
-    monkeypatch.setattr(plan, "logger", SimpleNamespace(info=lambda text, *args: lines.append(text % args)))
+    log = lambda text, *args: lines.append(text % args)  # noqa: E731
+    monkeypatch.setattr(plan, "logger", SimpleNamespace(info=log, warning=log))
     monkeypatch.setattr(plan, "_SAID", set())
     monkeypatch.setattr(plan, "PLANS", {})
     return lines
@@ -218,17 +237,21 @@ def test_a_layer_is_planned_said_once_and_kept(said: list[str]) -> None:
     assert said[0] == f"dsafuse: {kind} [first: model.layers.0.self_attn.attn]"
     assert sum(kind in line for line in said) == 1
     assert list(plan.PLANS) == ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
-    assert plan.PLANS[first.layer].as_dict()["latents"]["provider"] == "interpreter"
     # An MTP draft's layer has an indexer, and does without it where it takes over an earlier step's top-k.
     assert ours.latents == {(True, torch.bfloat16, "auto"): True, (False, torch.bfloat16, "auto"): True}
     assert ours.queries == {(True, torch.bfloat16, False): True, (False, torch.bfloat16, False): True}
 
 
-def test_explain_says_this_paths_plans_as_it_says_the_others(said: list[str]) -> None:
-    from dsafuse.cli import explain
-
-    made, _ = built(layer())
-    assert [op["op"] for op in explain._planned(made.as_dict())] == ["latents", "queries"]
+def test_both_arms_of_this_path_are_compared_by_its_plans(said: list[str]) -> None:
+    """As `dsafuse eval` and `dsafuse demo` compare them, and `dsafuse explain` shows them."""
+    plans = [made.as_dict() for made in (built(layer())[0], built(layer(layer_name="shared", indexer=None))[0])]
+    assert json.loads(json.dumps(plans[0]))["ops"][1]["op"] == "queries"
+    none, each = ({name: {"fused": fused, "fallback": 0} for name in ("latents", "queries")} for fused in (0, 6))
+    off, on = arms.ArmResult([[1]], [0.1] * 3, none, []), arms.ArmResult([[1]], [0.1] * 3, each, plans)
+    found = demo.compare(demo.Cell("m", "auto"), off, on, "interpreter")
+    assert found.problems == []
+    assert (found.providers, list(found.launches.values())) == (["interpreter"], [(2, 2), (2, 2)])
+    assert arms.not_fused(off, replace(on, calls=none), "interpreter") != []
 
 
 def test_a_layer_that_shares_another_layers_choice(said: list[str]) -> None:
@@ -255,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "hisparse": ({"hisparse_cache": object()}, {}, "hisparse must be off"),
     "another latent": ({"kv_lora_rank": 256}, {}, "kv_lora_rank and qk_rope_head_dim must be 512 and 64"),
     "another indexer": (
-        {"indexer": SimpleNamespace(head_dim=64, rope_dim=64, quant_block_size=128, scale_fmt="ue8m0", n_head=16)},
+        {"indexer": indexer(head_dim=64)},
         {},
         "head_dim, rope_dim and quant_block_size must be 128, 64 and 128, got 64, 64, 128",
     ),
@@ -269,7 +292,10 @@ def test_what_is_left_to_vllm_and_why(case: str, said: list[str]) -> None:
     for op in made.ops:
         assert not op.fused
         assert reason in op.reasons[0]
-    assert not any([*ours.latents.values(), *ours.queries.values()])
+    every = [*ours.latents.items(), *ours.queries.items()]
+    assert not any(fused for (indexed, *_), fused in every if indexed)
+    # A draft's layer that takes over an earlier step's top-k calls as one that has no indexer.
+    assert any(fused for _, fused in every) == (case == "another indexer")
     assert f"vLLM's own code ({reason}" in said[0]
     with pytest.raises(RuntimeError, match=r"DSAFUSE_MODE=strict: model\.layers\.0"):
         built(layer(**changes), config(**parallel), mode="strict")
@@ -330,6 +356,68 @@ def test_one_family_alone_is_nobodys_refusal(said: list[str]) -> None:
         assert (op.fused, op.absent) == (False, True)
         assert op.reasons == ("DSAFUSE_OPS must contain indexer, got 'mla'",)
     assert built(layer(indexer=None), ops=frozenset({"mla"}))[0].latents.fused
+
+
+# name: (layers that have an indexer, and what is fused of each: latents, queries), (DSAFUSE_OPS)
+EVERY_OP = frozenset({"mla", "indexer"})
+ORDERS: dict[str, tuple[list[tuple[bool, bool, bool]], frozenset[str]]] = {
+    "one family": ([(True, False, False), (False, True, True)], frozenset({"mla"})),
+    "packed scales": ([(True, False, True), (False, True, True), (False, True, True), (True, False, True)], EVERY_OP),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_order_in_which_layers_are_built_decides_nothing(
+    case: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is ours exactly where the plan of the layer says so, whichever layer is built last."""
+    from vllm.utils import deep_gemm
+
+    monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: case == "packed scales", raising=False)
+    rows, ops = ORDERS[case]
+    for order in permutations(rows):
+        ours, there = Functions(lambda: None, lambda: None, FN), []
+        with switches.override(provider="interpreter", ops=ops, mode="auto" if ops == EVERY_OP else "strict"):
+            for number, (indexed, latents, queries) in enumerate(order):
+                there.append(layer(layer_name=str(number), **({} if indexed else {"indexer": None})))
+                made = seam_plan.build(there[-1], config(), ours, PATH)
+                assert [op.fused for op in made.ops] == [latents, queries]
+        for indexed, latents, queries in rows:
+            assert ours.latents[indexed, torch.bfloat16, "auto"] == latents
+            assert ours.queries[indexed, torch.bfloat16, False] == queries
+    assert not any("layers differ" in line for line in said)
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_where_layers_of_one_kind_differ_vllms_function_runs_for_all_of_them(
+    refused_first: bool, said: list[str]
+) -> None:
+    """A call does not say whose it is. The plans of those that were built before are corrected; strict raises."""
+
+    def build_all(mode: str) -> tuple[Functions, list[Any]]:
+        ours = Functions(lambda: None, lambda: None, FN)
+        there = [layer(layer_name=f"good {number}") for number in range(2)]
+        there.insert(0 if refused_first else 1, layer(layer_name="bad", hisparse_cache=object()))
+        with switches.override(provider="interpreter", mode=mode):
+            for each in there:
+                seam_plan.build(each, config(), ours, PATH)
+        return ours, there
+
+    ours, there = build_all("auto")
+    assert not any([*ours.latents.values(), *ours.queries.values()])
+    for name in ("good 0", "good 1"):
+        (reason, why) = plan.PLANS[name].ops[0].reasons
+        assert reason.startswith("bad makes the same kind of call and is not fused")
+        assert why.startswith("hisparse must be off")
+    warned = [line for line in said if "layers differ" in line]
+    assert [line.split(":")[1] for line in warned] == [" latents", " queries"]
+    del there
+    with switches.override(provider="interpreter"):
+        seam_plan.build(alone := layer(layer_name="alone"), config(), ours, PATH)
+    assert all(ours.latents.values()), "layers that are gone have no say"
+    assert alone.layer_name == "alone"
+    with pytest.raises(RuntimeError, match="DSAFUSE_MODE=strict: "):
+        build_all("strict")
 
 
 def test_without_a_fused_provider_vllms_functions_run(said: list[str]) -> None:

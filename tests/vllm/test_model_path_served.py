@@ -89,8 +89,7 @@ def test_mtp_drafts_are_ours_and_change_nothing(runs: Runs, platform: str, model
     assert result["tokens"] == runs["unfused"][f"{model}, all"]["tokens"]
     draft = result["plans"][-1]
     assert draft["layer"].startswith("model.layers.3.")
-    assert draft["latents"]["fused"]
-    assert draft["queries"]["fused"]
+    assert [(op["op"], op["fused"]) for op in draft["ops"]] == [("latents", True), ("queries", True)]
     assert result["calls"]["latents"]["fused"] > 4 * len(result["step_seconds"])
     assert result["calls"]["latents"]["fallback"] == result["calls"]["queries"]["fallback"] == 0
 

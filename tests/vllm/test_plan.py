@@ -156,4 +156,6 @@ def test_a_plan_goes_into_json() -> None:
 
     with switches.override(provider="interpreter"):
         made = plan.build(layers.wrapper(), layers.config())
-    assert json.loads(json.dumps(made.as_dict()))["mla"]["provider"] == "interpreter"
+    said = json.loads(json.dumps(made.as_dict()))
+    assert [(op["op"], op["provider"]) for op in said["ops"]] == [("mla", "interpreter"), ("indexer", "interpreter")]
+    assert (said["together"], said["clears_topk"]) == (True, True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import product
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from dsafuse.kernels.parameters import alignments, constants_of, launch_options,
 from dsafuse.kernels.plans import plan_of
 from dsafuse.registry import OPS as REGISTERED
 from dsafuse.target import Target
+from dsafuse.vllm.model_path import functions
+from dsafuse.vllm.model_path.functions import Functions
+from tests.inputs import FN
 from tests.vllm.layer_case import BLOCK_SIZE, OPS, POISON, TOKENS, WAYS, Case, decode, dense_026, launches_of
 
 H200 = Target.named("sm_90")
@@ -63,12 +67,14 @@ def test_a_profiling_run_rehearses_every_launch_of_a_batch(monkeypatch: pytest.M
     assert {(name, config) for name, config, _ in launched} == {(name, config) for name, config, _ in rehearsed}
 
 
-def variants_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+def variants_of(
+    holder: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, returned: Any = None
+) -> set[tuple[Any, ...]]:
     """What an H200 would have to compile for each call from now on: all that Triton tells variants apart by."""
     found: set[tuple[Any, ...]] = set()
-    for name in OPS:
+    for name in names:
 
-        def call(*args: Any, name: str = name, **kwargs: Any) -> None:
+        def call(*args: Any, name: str = name, **kwargs: Any) -> Any:
             arguments, config = REGISTERED[name].resolve(*args, **kwargs)
             cut = plan_of(H200, config)
             runtime = runtime_arguments(name, arguments, config)
@@ -76,8 +82,9 @@ def variants_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, .
             constants = constants_of(config, H200, cut) | alignments(name, arguments, config)
             options = launch_options(H200, cut.threads)
             found.add((*map(str, constants.items()), *options.items(), *kinds))
+            return returned
 
-        monkeypatch.setattr(case.launches, name, call)
+        monkeypatch.setattr(holder, name, call)
     return found
 
 
@@ -97,7 +104,7 @@ def test_no_batch_compiles_what_the_profiling_run_has_not(monkeypatch: pytest.Mo
     case.cache_config.block_size = 64
     case.cache = torch.empty((3, 64, 656), dtype=torch.uint8)
     case.index_cache = torch.empty((3, 64, 132), dtype=torch.uint8)
-    variants = variants_of(case, monkeypatch)
+    variants = variants_of(case.launches, OPS, monkeypatch)
     profile(case, way)
     rehearsed = variants.copy()
     variants.clear()
@@ -159,3 +166,100 @@ def test_a_second_model_is_rehearsed_where_its_heads_blocks_or_top_k_alone_diffe
     assert len(launched) == 5 * once
     assert (case.cache == POISON).all()
     assert (case.index_cache == 7).all()
+
+
+class FusedLayer:
+    """A layer of vLLM's own fused model, as far as its two functions see it. AMD's class asks for keys now and then."""
+
+    def __init__(self, ours: Functions, word: str, amd: bool, index_heads: int = 64, topk: int = 2048) -> None:
+        self.ours, self.word, self.amd, self.index_heads = ours, word, amd, index_heads
+        self.interleave = index_heads == 32  # as GLM-5
+        width = {"auto": (576, torch.bfloat16), "fp8": (576, torch.uint8), "fp8_ds_mla": (656, torch.uint8)}[word]
+        self.cache = torch.empty((3, 64, width[0]), dtype=width[1])
+        self.index_cache = torch.empty((3, 64, 132), dtype=torch.uint8)
+        self.slots = torch.full((2, MOST), -1)
+        self.topk = torch.zeros((MOST, topk), dtype=torch.int32)
+        self.tables = torch.randn(2, 4096, 64)
+
+    def forward(self, tokens: int, *, indexed: bool = True, dense: bool = False, profiling: bool = False) -> None:
+        one = torch.ones(1536, dtype=torch.bfloat16)
+        q_c, kv_c, k_pe = torch.randn(tokens, 1536 + 512 + 64, dtype=torch.bfloat16).split([1536, 512, 64], dim=-1)
+        index_k, weights = torch.randn(tokens, 128 + self.index_heads, dtype=torch.bfloat16).tensor_split([128], dim=-1)
+        norm = (index_k, torch.ones(128), torch.zeros(128), 1e-6, self.tables[1])
+        outs = {"kv_c_out": torch.empty_like(kv_c), "k_pe_out": torch.empty_like(k_pe)}
+        caches = {
+            "mla_kv_cache": self.cache,
+            "mla_k_scale": torch.tensor(1.0),
+            "slot_mapping": self.slots[0, :tokens],
+            "indexer_slot_mapping": None if self.amd else self.slots[1, :tokens],
+            "indexer_k_cache": self.index_cache if indexed else None,
+        }
+        self.ours.fused_norm_rope(
+            *(torch.arange(tokens), q_c, one, 1e-6, kv_c, one[:512], 1e-6, k_pe, self.tables[0]),
+            *(norm if indexed else (None, None, None, 1e-6, None)),
+            self.topk,
+            **(dict.fromkeys(caches) if profiling else caches),
+            mla_kv_cache_dtype=self.word,
+            has_indexer=indexed,
+            index_rope_interleave=self.interleave,
+            indexer_cache_shuffled=self.amd and indexed,
+            **(dict.fromkeys(outs) if self.amd and not dense else outs),
+        )
+        index_q = torch.randn(tokens, self.index_heads, 128, dtype=torch.bfloat16)
+        _, q_pe = torch.randn(tokens, 16, 192, dtype=torch.bfloat16).split([128, 64], dim=-1)
+        self.ours.fused_q(
+            *(torch.arange(tokens), q_pe, self.tables[0]),
+            *((index_q, self.tables[1]) if indexed else (None, None)),
+            *(torch.randn(16, tokens, 512, dtype=torch.bfloat16).transpose(0, 1), torch.tensor(1.0)),
+            *((weights, 128**-0.5, 64**-0.5) if indexed else (None, 0.0, 0.0)),
+            has_indexer=indexed,
+            index_rope_interleave=self.interleave,
+            quantize_mqa=self.word == "fp8" and not dense,
+        )
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize(("word", "amd"), [("auto", False), ("fp8", False), ("fp8_ds_mla", False), ("fp8", True)])
+def test_no_call_of_vllms_own_fused_model_compiles_what_the_profiling_run_has_not(
+    word: str, amd: bool, indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an indexer and, as a draft's layer now and then, without; attended densely or not; and nothing twice."""
+    from dsafuse.vllm.launches import Blocks
+
+    monkeypatch.setattr(Target, "of", lambda device: H200)
+    own: list[str] = []
+    ours = Functions(lambda *args, **options: own.append("norm_rope"), lambda *args, **options: None, FN)
+    packed = {word == "fp8", False}
+    for each in {indexed, False}:
+        ours.latents[each, torch.bfloat16, word] = True
+        ours.queries.update({(each, torch.bfloat16, kind): True for kind in packed})
+    settled = SimpleNamespace(block_size=16)
+    ours.blocks[word] = Blocks(settled, ())
+    settled.block_size = 64
+    variants = variants_of(functions, ("prepare_latents", "prepare_queries"), monkeypatch, (None, None, None))
+    models = [FusedLayer(ours, word, amd), FusedLayer(ours, word, amd, 32), FusedLayer(ours, word, amd, topk=64)]
+    for number, served in enumerate(models, 1):
+        served.forward(MOST, indexed=indexed, profiling=True)
+        assert len(own) == number
+    rehearsed = variants.copy()
+    variants.clear()
+    for served, tokens, each, dense in product(models, (1, 3, 8, 257, MOST), {indexed, False}, (False, True)):
+        served.forward(tokens, indexed=each, dense=dense)
+    assert len(own) == len(models)
+    assert variants == rehearsed
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_kind_that_is_not_ours_is_not_rehearsed_and_no_call_twice(
+    accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsafuse.vllm.launches import Blocks
+
+    called: list[str] = []
+    monkeypatch.setattr(functions, "prepare_latents", lambda *args, **kwargs: called.append("latents"))
+    ours = Functions(lambda *args, **options: None, lambda *args, **options: None, FN)
+    ours.latents[True, torch.bfloat16, "fp8"] = accepted
+    ours.blocks["fp8"] = Blocks(SimpleNamespace(block_size=64), ())
+    for tokens in (MOST, 3):
+        FusedLayer(ours, "fp8", amd=False).forward(tokens, profiling=True)
+    assert called == ["latents"] * accepted

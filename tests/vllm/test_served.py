@@ -15,7 +15,8 @@ Result = dict[str, Any]
 
 def layers(result: Result) -> list[tuple[bool, bool]]:
     """(mla fused, indexer fused) of each layer."""
-    return [(layer["mla"]["fused"], layer["indexer"]["fused"]) for layer in result["plans"]]
+    fused = [{op["op"]: op["fused"] for op in layer["ops"]} for layer in result["plans"]]
+    return [(ops["mla"], ops["indexer"]) for ops in fused]
 
 
 @pytest.mark.parametrize("cell", [*SERVED, "v32, all, chunked"])
@@ -95,10 +96,8 @@ def test_chunked_prefill_and_prefix_caching_change_nothing(runs: Runs, run: str)
 def test_mtp_drafts_are_fused_and_change_nothing(runs: Runs, model: str) -> None:
     result = runs["fused"][f"{model}, all, drafted"]
     assert result["tokens"] == runs["unfused"][f"{model}, all"]["tokens"]
-    draft = result["plans"][-1]
-    assert draft["layer"].startswith("model.layers.3.")
-    assert draft["mla"]["fused"]
-    assert draft["indexer"]["fused"]
+    assert result["plans"][-1]["layer"].startswith("model.layers.3.")
+    assert layers(result)[-1] == (True, True)
     # Two draft tokens a step: more draft calls than the three backbone layers make.
     assert result["calls"]["mla"]["fused"] > 4 * len(result["step_seconds"])
     assert result["calls"]["mla"]["fallback"] == 0

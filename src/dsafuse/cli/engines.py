@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
+SERVED_KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+"""The words that commands which serve a model pass on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, one_of, words
+from dsafuse.cli.engines import SERVED_KV_CACHE_DTYPES
 from dsafuse.stopping import interrupted
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS = 100_000
 MAX_DRAFTS = 8
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFTS = ("both", "on", "off")
 
@@ -78,7 +78,7 @@ def evaluate(
         if not 0 < value <= most:
             output.refuse(f"{name}: got {value}, expected more than 0" + (" and at most 1" if most == 1 else ""))
     asked = kv_cache_dtype.split(",")
-    caches = list(dict.fromkeys(one_of("--kv-cache-dtype", word, KV_CACHE_DTYPES) for word in asked))
+    caches = list(dict.fromkeys(one_of("--kv-cache-dtype", word, SERVED_KV_CACHE_DTYPES) for word in asked))
     one_of("--mtp", mtp, DRAFTS)
     serve_arguments = words("--serve", serve)
     one_of("--dtype", dtype, DTYPES)
@@ -119,7 +119,7 @@ def evaluate(
             "--oracle-in", oracle_in, lambda _: served.check(checkpoint.index_topk, checkpoint.config["vocab_size"])
         )
         for cell in served.cells:
-            one_of(f"--oracle-in: {oracle_in}: kv_cache_dtype", cell.kv_cache_dtype, KV_CACHE_DTYPES)
+            one_of(f"--oracle-in: {oracle_in}: kv_cache_dtype", cell.kv_cache_dtype, SERVED_KV_CACHE_DTYPES)
         try:
             agreements = other.compare(served, model, "cpu")
         except (OSError, ValueError) as error:

@@ -104,21 +104,16 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
     if not found["kinds"]:
         output.say("no layer passes the plugin's hooks: vLLM's own code runs")
     refused = found["not_installed"] or any(
-        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in _planned(kind)
+        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in kind["ops"]
     )
     if switches.current().mode == "strict" and refused:
         output.say("DSAFUSE_MODE=strict: vLLM would not start with this model")
     for kind in found["kinds"]:
         output.say("")
         output.say(f"{len(kind['layers'])} x {kind['says']} [first: {kind['layer']}]")
-        for op in _planned(kind):
+        for op in kind["ops"]:
             if op["trace"]:
                 output.say(op["trace"])
-
-
-def _planned(kind: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the plugin decided on for a layer: mla and indexer, or on vLLM's own fused model latents and queries."""
-    return [value for value in kind.values() if isinstance(value, dict)]
 
 
 def _target(name: str | None) -> Target:

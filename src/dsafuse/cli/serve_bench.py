@@ -13,6 +13,7 @@ import typer
 from dsafuse.check import plot as check_plot
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, natural, one_of, words
+from dsafuse.cli.engines import SERVED_KV_CACHE_DTYPES
 from dsafuse.serving import memory, tables, targets
 from dsafuse.serving import plot as plots
 from dsafuse.serving.grid import cells
@@ -23,7 +24,6 @@ from dsafuse.serving.run import SCALED, STATE, Changed, Plan, Unusable, measure,
 MAX_TOKENS = 1 << 20
 MAX_CONCURRENCY = 4096
 MAX_REPEATS = 100
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SERVERS = ("auto", "together", "in-turn")
 STATES = {"holds": "hold", "misses": "missed", "not measured": "not measured"}
@@ -101,7 +101,7 @@ def serve_bench(
         ),
         repeats=repeats,
         prompts_per_slot=prompts_per_slot,
-        kv_cache_dtype=one_of("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES),
+        kv_cache_dtype=one_of("--kv-cache-dtype", kv_cache_dtype, SERVED_KV_CACHE_DTYPES),
         load_format=load_format,
         gpus=_gpus(gpus),
         in_turn={"auto": None, "together": False, "in-turn": True}[one_of("--servers", servers, SERVERS)],

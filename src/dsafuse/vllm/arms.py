@@ -26,14 +26,13 @@ LOG_LINES = 20
 _CAUSE = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)")
 
 UNFUSED, FUSED = "un-fused", "fused"
-OPS = ("mla", "indexer")
-"""What a layer may have fused, as plans and counters name it."""
 
 
 @dataclass(frozen=True)
 class ArmResult:
     """What one arm said about one cell.
 
+    calls: `dsafuse.vllm.stats`, by op. plans: as `dsafuse.vllm.plan.document` has each layer's.
     ways: calls that were interpreted and calls that ran the oracle, under `arm.interpret_up_to`.
     logprobs, drafts: as `arm.serve` says, where they were asked for.
     """
@@ -201,8 +200,9 @@ def not_fused(
     if not fused.plans:
         found.append("the fused arm planned no layer: the plugin's hook was not installed")
     steps = len(fused.step_seconds)
-    for op in OPS:
-        plans = [layer[op] for layer in fused.plans if not layer[op]["absent"]]
+    planned = [each for layer in fused.plans for each in layer["ops"]]
+    for op in dict.fromkeys(each["op"] for each in planned):
+        plans = [each for each in planned if each["op"] == op and not each["absent"]]
         found += [f"{op} was not fused: {'; '.join(plan['reasons'])}" for plan in plans if not plan["fused"]]
         found += [
             f"{op} ran on provider {plan['provider']}, not {provider}"

@@ -5,7 +5,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-WIDTH = 576  # 512 latent, 64 rotary
+from dsafuse.layouts import QUERY_DIM
 
 
 class QueryBuffer:
@@ -17,7 +17,7 @@ class QueryBuffer:
     """
 
     def __init__(self, tokens: int, heads: int, dtype: torch.dtype, micro_batches: int = 1) -> None:
-        self.shape = (micro_batches, tokens, heads, WIDTH)
+        self.shape = (micro_batches, tokens, heads, QUERY_DIM)
         self.dtype = dtype
         self._made: torch.Tensor | None = None
 

@@ -19,11 +19,11 @@ from random import Random
 from typing import Any
 
 from dsafuse.vllm import checkpoints
-from dsafuse.vllm.arms import FUSED, OPS, UNFUSED, Arm, ArmResult, Report, not_fused, serve
+from dsafuse.vllm.arms import FUSED, UNFUSED, Arm, ArmResult, Report, not_fused, serve
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
-# What one layer launches on a GPU for the work that one fused op does: see the op's page in docs.
-LAUNCHES_REPLACED = {"mla": 4, "indexer": 5}
+# What vLLM launches on a GPU in one layer for the work that one fused op does: see the op's page in docs.
+LAUNCHES_REPLACED = {"mla": 4, "indexer": 5, "latents": 1, "queries": 1}
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,19 @@ class CellResult:
     @property
     def providers(self) -> list[str]:
         """What the fused ops ran on."""
-        plans = [layer[op] for layer in self.fused.plans for op in OPS]
-        return sorted({plan["provider"] for plan in plans if plan["provider"]})
+        return sorted({op["provider"] for layer in self.fused.plans for op in layer["ops"] if op["provider"]})
 
     @property
     def traces(self) -> list[str]:
         """Why: the decision of each op, once."""
-        plans = [layer[op] for layer in self.fused.plans for op in OPS]
-        return list(dict.fromkeys(plan["trace"] for plan in plans if plan["trace"]))
+        return list(dict.fromkeys(op["trace"] for layer in self.fused.plans for op in layer["ops"] if op["trace"]))
 
     @property
     def launches(self) -> dict[str, tuple[int, int]]:
-        """Per layer: launches of the un-fused chain, and of the fused ops that do its work."""
+        """Per layer: launches of vLLM's own code, and of the fused ops that do its work."""
         counts = {}
         for layer in self.fused.plans:
-            ops = [op for op in LAUNCHES_REPLACED if layer[op]["fused"]]
+            ops = [op["op"] for op in layer["ops"] if op["fused"]]
             counts[layer["layer"]] = (sum(LAUNCHES_REPLACED[op] for op in ops), 1 if layer["together"] else len(ops))
         return counts
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsafuse import switches
+from dsafuse.layouts import INDEX_DIM, LATENT_DIM, ROPE_DIM
 from dsafuse.vllm import host
 
 # vLLM's words for a quantised MLA cache, and the layout that each means. 16- and 32-bit caches are "plain".
@@ -266,9 +267,9 @@ def why_not_indexer_rotary(wrapper: Any, config: Any) -> str | None:
 
 def why_not_mla_sizes(wrapper: Any, config: Any) -> str | None:
     """The sizes that every DSA model has."""
-    if (wrapper.kv_lora_rank, wrapper.qk_rope_head_dim) != (512, 64):
+    if (wrapper.kv_lora_rank, wrapper.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
         return (
-            "kv_lora_rank and qk_rope_head_dim must be 512 and 64, got "
+            f"kv_lora_rank and qk_rope_head_dim must be {LATENT_DIM} and {ROPE_DIM}, got "
             f"{wrapper.kv_lora_rank} and {wrapper.qk_rope_head_dim}"
         )
     return None
@@ -353,11 +354,12 @@ def why_not_indexer_class(wrapper: Any, config: Any) -> str | None:
 
 
 def why_not_indexer_sizes(wrapper: Any, config: Any) -> str | None:
-    """One scale for a whole head, over 128 dims."""
+    """One scale for a whole head."""
     indexer = wrapper.indexer
-    sizes = (indexer.head_dim, indexer.rope_dim, indexer.quant_block_size)
-    if sizes != (128, 64, 128):
-        return f"head_dim, rope_dim and quant_block_size must be 128, 64 and 128, got {', '.join(map(str, sizes))}"
+    sizes, right = (indexer.head_dim, indexer.rope_dim, indexer.quant_block_size), (INDEX_DIM, ROPE_DIM, INDEX_DIM)
+    if sizes != right:
+        wanted = "{}, {} and {}".format(*right)
+        return f"head_dim, rope_dim and quant_block_size must be {wanted}, got {', '.join(map(str, sizes))}"
     if indexer.scale_fmt not in ("ue8m0", None):
         return f"scale_fmt must be ue8m0 or None, got {indexer.scale_fmt}"
     return None

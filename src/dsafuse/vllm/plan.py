@@ -101,14 +101,7 @@ class LayerPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "layer": self.layer,
-            "kind": self.kind,
-            "mla": asdict(self.mla),
-            "indexer": asdict(self.indexer),
-            "together": self.together,
-            "clears_topk": self.clears_topk,
-        }
+        return {**document(self), "clears_topk": self.clears_topk}
 
     def __str__(self) -> str:
         launch = ""
@@ -126,11 +119,29 @@ class Plan(Protocol):
         """The layer's name."""
 
     @property
+    def kind(self) -> str:
+        """What kind of layer it is."""
+
+    @property
     def ops(self) -> tuple[OpPlan, ...]:
         """What was decided of each op."""
 
+    @property
+    def together(self) -> bool:
+        """Whether its ops are one launch."""
+
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """`document`, and what else this path has."""
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON has it, on either path."""
+    return {
+        "layer": plan.layer,
+        "kind": plan.kind,
+        "ops": [asdict(op) for op in plan.ops],
+        "together": plan.together,
+    }
 
 
 # Every plan of this process, by layer name; of several engines in one process, the latest.
@@ -180,6 +191,18 @@ def keep(plan: Plan, *, strict: bool) -> None:
                 raise RuntimeError(
                     f"DSAFUSE_MODE=strict: {plan.layer}: {op.op} is not fused: {'; '.join(op.reasons)}\n{op.trace}"
                 )
+
+
+def kept(plan: Plan) -> bool:
+    """Whether PLANS shows this plan still."""
+    return PLANS.get(plan.layer) is plan
+
+
+def warn(text: str) -> None:
+    """A warning in the log, once."""
+    if text not in _SAID:
+        _SAID.add(text)
+        logger.warning("dsafuse: %s.", text)
 
 
 def _kind(wrapper: Any) -> str:

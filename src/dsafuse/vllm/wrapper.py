@@ -1,16 +1,6 @@
 """The hook: vLLM's MLA wrapper, with the preparation of queries and keys done by the fused ops.
 
-| touched | how | why |
-|---|---|---|
-| `MultiHeadLatentAttentionWrapper` | `PluggableLayer.register_oot`, official | it calls rope, indexer and attention |
-| `indexer_op.skip_k_cache_insert` | set where the indexer is fused | the fused op has written the key |
-| `torch.ops.vllm.sparse_attn_indexer` | called in place of `indexer_op` | the fused op has cleared the top-k rows |
-| `MLAAttention`, `DeepseekV32IndexerCache` | an attribute, `dsafuse` | an op finds its layer by name |
-| `compilation_config.splitting_ops` | appended to | piecewise graphs split at our ops |
-| `additional_config["dsafuse"]` | set | vLLM's compile cache tells plans apart |
-| FlashMLA's sparse impl | a shallow copy that is told the padded width | it would pad the query with a copy |
-
-All of it can go when vLLM itself has an op for this seam that others may provide.
+What is touched, why, and when it can go: docs/vllm.md, "What each hook touches".
 
 `forward` re-states vLLM's, with the opaque ops of `layer_ops` in it. A layer on which nothing is fused runs vLLM's own
 forward, untouched.

@@ -14,7 +14,6 @@ LATENT = 512
 ROTARY = 64
 # One row of fp8_ds_mla: 512 latent bytes, then one fp32 scale for each 128 of them, then 64 bf16 numbers.
 DS_MLA_TILES = 4
-DS_MLA_BYTES = LATENT + 4 * DS_MLA_TILES + 2 * ROTARY
 # Below this a tile or an index key counts as zero; its scale stays a normal number.
 SCALE_FLOOR = 1e-4
 

@@ -1,10 +1,6 @@
 """Puts the CPU pieces in place. Nothing here concerns the fused ops: both arms of a comparison need it.
 
-| touched | how | why | remove when |
-|---|---|---|---|
-| `SparseAttnIndexer` | `CustomOp.register_oot`, official | CPU kernels are V4 only | its `forward_cpu` serves V3.2 |
-| `DeepseekV32IndexerCache.get_attn_backend` | replaced; vLLM has no registry for it | GPU metadata | the same |
-| `deepseek_v2.per_token_group_quant_fp8` | global replaced | Triton only | it has a CPU form |
+What is touched, why, and when it can go: docs/vllm.md, "What each hook touches".
 """
 
 from dsafuse.vllm import host

@@ -1,12 +1,9 @@
 """The hook for vLLM's own fused DSA model: our two seam ops in place of its two functions.
 
 From 0.32 on vLLM serves these models on GPUs with `vllm.models.deepseek_v32`, whose attention class prepares queries
-and keys by `fused_norm_rope` and `fused_q`. What is touched, in the one module whose class this platform uses:
+and keys by `fused_norm_rope` and `fused_q`.
 
-| touched | how | why | when it can go |
-|---|---|---|---|
-| `fused_norm_rope`, `fused_q` in the attention class's module | assigned | no registry for them | vLLM has one |
-| `__init__` of the attention class | wrapped | a layer is planned when it is built | the same |
+What is touched, why, and when it can go: docs/vllm-model-path.md, "What is touched".
 
 Nothing of vLLM's body is re-stated, and nothing between the two calls changes: GEMMs, eager breaks, short dense
 prefills and graphs are vLLM's. vLLM compiles no class of this model by torch.compile, so nothing here is traced.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +14,21 @@ from dsafuse.ops.config import Config, IndexK, IndexQ, LatentKv, LatentQ, NormQ
 from dsafuse.registry import Op
 from dsafuse.target import Target
 from dsafuse.vllm import gates, host
+from dsafuse.vllm.launches import Blocks
 from dsafuse.vllm.model_path.functions import Functions, Kind
 from dsafuse.vllm.model_path.symbols import Path
-from dsafuse.vllm.plan import OpPlan, decided, keep, refused
+from dsafuse.vllm.plan import OpPlan, decided, document, keep, kept, refused, warn
 
 
 @dataclass(frozen=True)
 class SeamPlan:
-    """Both seams of one layer."""
+    """Both seams of one layer: each is fused if every kind of call that the layer may make is."""
 
     layer: str
     kind: str
     latents: OpPlan
     queries: OpPlan
+    together = False  # q_b lies between them
 
     @property
     def ops(self) -> tuple[OpPlan, ...]:
@@ -35,12 +37,7 @@ class SeamPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "layer": self.layer,
-            "kind": self.kind,
-            "latents": asdict(self.latents),
-            "queries": asdict(self.queries),
-        }
+        return document(self)
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.latents}; {self.queries}"
@@ -49,50 +46,112 @@ class SeamPlan:
 def build(layer: Any, config: Any, functions: Functions, path: Path) -> SeamPlan:
     """Plan a layer from itself and vLLM's config, tell the functions, keep it, and say it once per kind of layer.
 
-    Raises RuntimeError with the trace if DSAFUSE_MODE=strict and the layer is refused.
+    Raises RuntimeError with the trace if DSAFUSE_MODE=strict and the layer is refused, or another one's call with it.
     """
-    facts = _Facts(layer, config)
-    latents = _plan("latents", prepare_latents, facts, path, _LATENTS, facts.latents, functions.latents)
-    queries = _plan("queries", prepare_queries, facts, path, _QUERIES, facts.queries, functions.queries)
-    kind = "DSA layer" if facts.index is not None else "DSA layer with another layer's top-k"
-    found = SeamPlan(layer.layer_name, kind, latents, queries)
-    keep(found, strict=True)
-    return found
+    # A draft's layer takes over the top-k of an earlier step now and then: it calls as one without an indexer.
+    indexers = [None] if layer.indexer is None else [layer.indexer, None]
+    every = [_Facts(layer, config, index) for index in indexers]
+    functions.layers[layer] = own = _Layer(
+        layer.layer_name,
+        "DSA layer" if layer.indexer is not None else "DSA layer with another layer's top-k",
+        {
+            "latents": _decide("latents", prepare_latents, [(each, each.latents) for each in every], path, _LATENTS),
+            "queries": _decide("queries", prepare_queries, [(each, each.queries) for each in every], path, _QUERIES),
+        },
+    )
+    caches = [] if layer.indexer is None else [layer.indexer.k_cache.get_attn_backend()]
+    functions.blocks[layer.kv_cache_dtype] = Blocks(config.cache_config, (layer.attn_backend, *caches))
+    _settle(functions)
+    assert own.plan is not None
+    return own.plan
 
 
 Gate = Callable[["_Facts", Path], str | None]
 
 
-def _plan(
+@dataclass(eq=False)
+class _Layer:
+    """A layer that is there: what was decided of each kind of call that it may make, and the plan that follows."""
+
+    name: str
+    kind: str
+    decided: dict[str, dict[Kind, OpPlan]]
+    plan: SeamPlan | None = None
+
+
+def _decide(
     name: str,
     op: Op[..., Any],
-    facts: _Facts,
+    every: list[tuple[_Facts, dict[Kind, Config]]],
     path: Path,
     asked: tuple[Gate, ...],
-    kinds: dict[Kind, Config],
-    accepted: dict[Kind, bool],
-) -> OpPlan:
-    """The plan of one seam. Every kind of call that the layer may make is decided; the first is the usual one."""
+) -> dict[Kind, OpPlan]:
+    """What one layer may do by itself, for each kind of call that it may make; the first is the usual one."""
     target = Target.of(gates.device())
-    unwanted = why_not_asked(facts)
-    reasons = [text for gate in asked if (text := gate(facts, path)) is not None]
-    plans = [
-        refused(name, [*([unwanted] if unwanted else []), *reasons], absent=unwanted is not None)
-        if unwanted or reasons
-        else decided(name, op.choose(config, target, here=True))
-        for config in kinds.values()
-    ]
-    accepted.update({kind: plan.fused for kind, plan in zip(kinds, plans, strict=True)})
-    return plans[0]
+    found = {}
+    for facts, kinds in every:
+        unwanted = why_not_asked(facts)
+        reasons = [text for gate in asked if (text := gate(facts, path)) is not None]
+        for kind, config in kinds.items():
+            found[kind] = (
+                refused(name, [*([unwanted] if unwanted else []), *reasons], absent=unwanted is not None)
+                if unwanted or reasons
+                else decided(name, op.choose(config, target, here=True))
+            )
+    return found
+
+
+def _settle(functions: Functions) -> None:
+    """Tell the functions which kinds of call are ours, and keep the plan of each layer for which that is news.
+
+    A call does not say which layer makes it. So it is ours if every layer that may make such a one is accepted,
+    whatever their order; with two models in one process, every layer of both.
+    """
+    layers: list[_Layer] = list(functions.layers.values())
+    refusals: dict[str, dict[Kind, tuple[str, OpPlan]]] = {}
+    for seam in ("latents", "queries"):
+        accepted, refusals[seam] = getattr(functions, seam), {}
+        for each in layers:
+            for kind, plan in each.decided[seam].items():
+                accepted[kind] = True
+                if not plan.fused:
+                    refusals[seam].setdefault(kind, (each.name, plan))
+        accepted.update(dict.fromkeys(refusals[seam], False))
+    for each in layers:
+        plans = {seam: _plan(kinds, refusals[seam]) for seam, kinds in each.decided.items()}
+        before, made = each.plan, SeamPlan(each.name, each.kind, **plans)
+        if made == before:
+            continue
+        each.plan = made
+        # The name of an earlier engine's layer may be another's by now.
+        if before is None or kept(before):
+            keep(made, strict=True)
+
+
+def _plan(kinds: dict[Kind, OpPlan], refusals: dict[Kind, tuple[str, OpPlan]]) -> OpPlan:
+    """One seam of a layer: the first refusal, its own before another layer's, else the plan of the usual call."""
+    for plan in kinds.values():
+        if not plan.fused:
+            return plan
+    for kind, plan in kinds.items():
+        if kind in refusals:
+            other, why = refusals[kind]
+            differs = f"{other} makes the same kind of call and is not fused, and a call does not say whose it is"
+            warn(f"{plan.op}: layers differ: {other} is not fused ({'; '.join(why.reasons)}), so no such call is")
+            return refused(plan.op, [differs, *why.reasons], trace=why.trace)
+    return next(iter(kinds.values()))
 
 
 class _Facts:
-    """What the gates and the ops' configurations need to know of a layer, under the gates' names."""
+    """What the gates and the ops' configurations need to know of a layer's calls, under the gates' names.
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    index: the layer's indexer, in calls that have one.
+    """
+
+    def __init__(self, layer: Any, config: Any, index: Any) -> None:
         self.layer = layer
         self.config = config
-        self.index = layer.indexer
+        self.index = index
         self.activation: torch.dtype = config.model_config.dtype
         self.word: str = layer.kv_cache_dtype
         self.layout = gates.MLA_LAYOUTS.get(self.word, "plain")
@@ -106,11 +165,6 @@ class _Facts:
         )
 
     @property
-    def indexed(self) -> tuple[bool, ...]:
-        """Values of has_indexer. A draft's layer takes over the top-k of an earlier step now and then."""
-        return (False,) if self.index is None else (True, False)
-
-    @property
     def packed(self) -> tuple[bool, ...]:
         """Values of quantize_mqa. A short prefill that is attended densely wants its query unpacked."""
         # AMD's class packs for every fp8 cache; NVIDIA's where the backend takes such a query.
@@ -122,33 +176,30 @@ class _Facts:
 
     @property
     def latents(self) -> dict[Kind, Config]:
-        """The configuration of each kind of call before q_b."""
+        """The configuration of the call before q_b."""
         block_size = self.config.cache_config.block_size
         norm_q = NormQ(self.layer.q_lora_rank)
         latent_kv = LatentKv(self.layout, block_size, "interleaved", norm=True, scale_rule=host.tile_scale_rule())
         # Which layout an indexer's cache has is known when it is there: the call says it.
         index_k = IndexK("flat", block_size, self._index_style, "ue8m0")
         return {
-            (indexed, self.activation, self.word): self._config(
-                norm_q=norm_q, latent_kv=latent_kv, index_k=index_k if indexed else None
+            (self.index is not None, self.activation, self.word): self._config(
+                norm_q=norm_q, latent_kv=latent_kv, index_k=None if self.index is None else index_k
             )
-            for indexed in self.indexed
         }
 
     @property
     def queries(self) -> dict[Kind, Config]:
         """The configuration of each kind of call behind q_b."""
-        heads = 0 if self.index is None else self.index.n_head
-        index_q = IndexQ(heads, self._index_style, "ue8m0")
+        index_q = None if self.index is None else IndexQ(self.index.n_head, self._index_style, "ue8m0")
         return {
-            (indexed, self.activation, packed): self._config(
+            (self.index is not None, self.activation, packed): self._config(
                 latent_q=LatentQ(
                     self.heads, gates.fp8_dtype() if packed else self.activation, "interleaved", nope=packed
                 ),
-                index_q=index_q if indexed else None,
+                index_q=index_q,
             )
             for packed in self.packed
-            for indexed in self.indexed
         }
 
     @property
