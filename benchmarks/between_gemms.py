@@ -30,7 +30,7 @@ from dsafuse import prepare_qk
 from dsafuse.check.cases import PREPARE_QK, Case
 from dsafuse.check.compare import Arm, compare
 from dsafuse.check.document import dump
-from dsafuse.check.environment import environment, of_commit
+from dsafuse.check.environment import environment, of_commit, why_no_gpu
 from dsafuse.check.inputs import Inputs
 from dsafuse.check.memory import Memory
 from dsafuse.check.timing import GraphTimer, Launch, Spread, interleaved
@@ -247,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable("--out", options.out)
     except typer.Exit as stopped:
         return stopped.exit_code
-    if not torch.cuda.is_available():
-        sys.stderr.write(f"between_gemms needs a GPU, and torch {torch.__version__} sees none on this machine\n")
+    if reason := why_no_gpu("between_gemms"):
+        sys.stderr.write(reason + "\n")
         return 1
     began, device, rows = time.monotonic(), torch.device("cuda", torch.cuda.current_device()), []
     cells = list(dict.fromkeys(product(options.heads, options.layout, options.tokens)))

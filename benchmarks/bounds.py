@@ -1,6 +1,7 @@
 """What bounds the kernels on this GPU: the tables of docs/performance.md, measured again.
 
 A grid that only starts, a chain of loads, and grids that only move an op's bytes; timed as `dsafuse bench` does it.
+Exits 1 without a GPU.
 """
 
 import sys
@@ -14,6 +15,7 @@ from triton.language.standard import _sum_combine
 from dsafuse.check import timing
 from dsafuse.check.bench import bench_case
 from dsafuse.check.cases import INDEXER, MLA, PREPARE_LATENTS
+from dsafuse.check.environment import why_no_gpu
 from dsafuse.check.traffic import bytes_moved
 from dsafuse.kernels.grids import wait_for_inputs
 
@@ -97,8 +99,11 @@ def movers(op: str, heads: tuple[int, int], reads: int, writes: int, tokens: int
             say(op, f"{heads[0]}/{heads[1]}", f"T={tokens}", state, timed(calls, device, state, total))
 
 
-def main() -> None:
+def main() -> int:
     """Print it all."""
+    if reason := why_no_gpu("bounds"):
+        sys.stderr.write(reason + "\n")
+        return 1
     device = torch.device("cuda", torch.cuda.current_device())
     for dependent in (True, False):
         options = {"PDL": dependent, "num_warps": 2} | ({"launch_pdl": True} if dependent else {})
@@ -117,7 +122,8 @@ def main() -> None:
     for op, heads, reads, writes, counts in OPS:
         for tokens in counts:
             movers(op, heads, reads, writes, tokens, device)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """A few quick cases of every op on this GPU, proven as `dsafuse verify` does, for compute-sanitizer to look on.
 
-docs/benchmarks.md has the commands. Exits 1 if a case fails.
+docs/benchmarks.md has the commands. Exits 1 without a GPU, and if a case fails.
 """
 
 import sys
@@ -8,6 +8,7 @@ import sys
 import torch
 
 from dsafuse.check.cases import ROLES
+from dsafuse.check.environment import why_no_gpu
 from dsafuse.check.verify import check_case, plan
 
 CASES_OF_AN_OP = 3
@@ -16,6 +17,9 @@ CASES_OF_AN_OP = 3
 
 def main() -> int:
     """Run them eagerly: fused, and the unfused chain for its error."""
+    if reason := why_no_gpu("sanitize"):
+        sys.stderr.write(reason + "\n")
+        return 1
     gpu, failed = torch.device("cuda"), 0
     for op in ROLES:
         cases = [case for case in plan([op], "quick", gpu) if case.tokens > 1]

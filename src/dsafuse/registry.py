@@ -77,7 +77,8 @@ class Op(Generic[P, R]):
         hints = get_type_hints(oracle)
         self._tensors = tuple(p.name for p in parameters if hints[p.name] in (torch.Tensor, torch.Tensor | None))
         self._optional = tuple(name for name in self._tensors if hints[name] is not torch.Tensor)
-        self._required = next(p.name for p in parameters if hints[p.name] is torch.Tensor)
+        self._needed = tuple(name for name in self._tensors if name not in self._optional)
+        self._required = self._needed[0]
         self._entry = self._entry_of(parameters, Op._check_and_run, method=True)
         # Python looks for __call__ on the type: an op with parameters of its own has a type of its own.
         self.__class__ = type(type(self).__name__, (type(self),), {"__call__": self._entry.call})
@@ -159,12 +160,19 @@ class Op(Generic[P, R]):
             lambda places: module.again(self.name, arguments, config, places),
         )
 
+    def _expect_needed(self, arguments: Arguments) -> None:
+        """The shapes of outputs are made of these, before anything is checked."""
+        for name in self._needed:
+            if arguments[name] is None:
+                raise TypeError(f"{name}: got NoneType, expected a torch.Tensor")
+
     def _result(self, arguments: Arguments) -> R:
         results = tuple(arguments[name] for name in self.output_names)
         return results[0] if len(results) == 1 else results  # type: ignore[return-value]
 
     def _trace(self, arguments: Arguments) -> R:
         """Call the out-form; what only the Python function knows is checked here, the rest when it runs."""
+        self._expect_needed(arguments)
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name}: got a tensor that requires grad, expected none (the ops have no backward)")
@@ -194,6 +202,7 @@ class Op(Generic[P, R]):
 
         def check_and_run(**given: Any) -> None:
             arguments = {name: given.get(name) for name in self._signature.parameters}
+            self._expect_needed(arguments)
             for name in self._outputs(arguments):
                 if arguments[name] is None:
                     raise ValueError(f"{name}: got None, expected a tensor to write to (torch.ops.dsafuse.{self.name})")

@@ -105,6 +105,30 @@ def graph_of(layer: Callable[[Call], torch.Tensor], dynamic: bool | None = None)
     return torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
 
+def scale_in_query(call: Call) -> torch.Tensor:
+    """Nothing needs the scale, where the query is not fp8."""
+    rows = torch.zeros(3, 864)
+    q_out = rows.view(BF16).view(3, 3, 576)
+    EVERY_OP["mla"](**call | {"q_out": q_out, "q_scale": rows[0, :1]})
+    return q_out
+
+
+def test_a_scale_that_nothing_needs_may_lie_anywhere() -> None:
+    call = mla_call(3, layout="plain")
+    want = scale_in_query(twin(call))
+    assert torch.equal(graph_of(scale_in_query)(twin(call)), want)
+    assert want.any()
+
+
+@pytest.mark.parametrize(("op", "name"), [("mla", "q_pe"), ("indexer", "q"), ("latents", "q_c"), ("queries", "q_pe")])
+def test_a_tensor_that_is_needed_is_missed_by_name(op: str, name: str) -> None:
+    given = call_of(op) | {name: None}
+    out_form = getattr(torch.ops.dsafuse, EVERY_OP[op].name)
+    for call in (EVERY_OP[op], out_form):
+        with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected a torch.Tensor"):
+            call(**{key: value for key, value in given.items() if call is not out_form or key != "q_dtype"})
+
+
 @pytest.mark.parametrize(
     ("layer", "other"), [(topk_over_query, "topk_indices"), (query_over_input, "q_nope")], ids=["output", "input"]
 )

@@ -26,6 +26,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
     return folder
 
 
@@ -91,6 +92,50 @@ def test_a_model_without_latent_attention_is_refused(bench: Callable[..., Any], 
     done = bench()
     assert done.exit_code == 2
     assert "no kv_lora_rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("here", "arguments", "patterns"),
+    [
+        ("training.json", (), "*.safetensors or *.bin or *.pt"),
+        ("model.bin", ("--load-format", "safetensors"), "*.safetensors"),
+        ("model.safetensors", ("--load-format", "pt"), "*.pt"),
+    ],
+)
+def test_a_folder_without_weights_is_refused_before_anything_starts(
+    bench: Callable[..., Any],
+    fake: Callable[..., Path],
+    model: Path,
+    here: str,
+    arguments: tuple[str, ...],
+    patterns: str,
+) -> None:
+    pids = fake()
+    (model / "model.safetensors").rename(model / here)
+    done = bench(*arguments)
+    word = arguments[-1] if arguments else "auto"
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"MODEL_DIR: {model} has no weights ({patterns}) for --load-format {word}; "
+        "--load-format dummy-scaled (or dummy) needs none\n",
+    )
+    assert not pids.exists()
+
+
+@pytest.mark.parametrize(
+    ("here", "arguments"),
+    [
+        *((name, ()) for name in ("pytorch_model.bin", "model.pt")),
+        *((None, ("--load-format", word)) for word in ("dummy", "tensorizer")),
+        *((None, ("--extra", f"--{option}")) for option in ("load-format dummy", "load_format=dummy")),
+    ],
+)
+def test_weights_are_looked_for_where_vllm_would(
+    bench: Callable[..., Any], fake: Callable[..., Path], model: Path, here: str | None, arguments: tuple[str, ...]
+) -> None:
+    fake(plans={})
+    (model / "model.safetensors").rename(model / (here or "none"))
+    assert "two equal arms are not measured" in bench(*arguments).stderr
 
 
 def test_scaled_weights_are_not_for_a_quantised_model(bench: Callable[..., Any], model: Path) -> None:
@@ -166,11 +211,32 @@ def test_a_dead_server_is_exit_code_1_with_its_last_words(
     assert (tmp_path / "out" / "serve-bench.md").exists()
 
 
-def test_equal_arms_are_exit_code_1(bench: Callable[..., Any], fake: Callable[..., Path]) -> None:
+def test_equal_arms_are_exit_code_1_and_make_no_picture(
+    bench: Callable[..., Any], fake: Callable[..., Path], tmp_path: Path
+) -> None:
     fake(plans={})
     done = bench()
     assert done.exit_code == 1
     assert "two equal arms are not measured" in done.stderr
+    assert done.stdout.splitlines()[-1] == f"written: {tmp_path / 'out' / STATE}, serve-bench.md; logs beside them"
+    assert not (tmp_path / "out" / "serve-bench.png").exists()
+
+
+@pytest.mark.parametrize("reason", [None, "matplotlib is not installed"])
+def test_a_picture_that_could_not_be_drawn_is_not_said_to_be_written(
+    bench: Callable[..., Any],
+    fake: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str | None,
+) -> None:
+    fake()
+    monkeypatch.setattr(command.check_plot, "why_not", lambda: reason)
+    monkeypatch.setattr(command.plots, "plot", lambda record, path: path.write_bytes(b""))
+    done = bench("--repeats", "1")
+    files = [str(tmp_path / "out" / STATE), "serve-bench.md", *(["serve-bench.png"] if reason is None else [])]
+    assert done.stdout.splitlines()[-1] == f"written: {', '.join(files)}; logs beside them"
+    assert (tmp_path / "out" / "serve-bench.png").exists() == (reason is None)
 
 
 def test_a_rank_is_written(tmp_path: Path) -> None:
@@ -180,4 +246,5 @@ def test_a_rank_is_written(tmp_path: Path) -> None:
         app, ["serve-bench", str(folder), "--write-model", "deepseek-v3.2", "--layers", "2", "--heads", "128"]
     )
     assert done.exit_code == 0
+    assert done.stdout.strip().endswith("without weights; serve it with --load-format dummy-scaled")
     assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}

@@ -49,6 +49,12 @@ def test_ratios_are_of_pairs_and_above_one_where_the_plugin_is_better() -> None:
     assert (tokens.off, tokens.on, tokens.ratio) == (100.0, 120.0, 1.2)
 
 
+def test_a_table_names_the_models_folder_and_not_where_it_was() -> None:
+    text = tables.markdown(record((6.0, 5.0)))
+    assert "Model m (16 heads, 24 layers" in text
+    assert "/models" not in text
+
+
 def test_a_repeat_with_one_arm_alone_makes_no_ratio() -> None:
     one = record((6.0, 5.0), (6.0, 3.0))
     one.results.pop()

@@ -80,7 +80,7 @@ def test_the_block_size_is_what_vllm_settles_when_the_layers_are_built(tmp_path:
 def test_glm_is_foreseen_by_kind_of_layer_with_reasons_also_when_strict(tmp_path: Path) -> None:
     folder = write(checkpoints.GLM_5, tmp_path / "model")
     done = explain("--vllm", str(folder), DSAFUSE_MODE="strict", DSAFUSE_OPS="indexer")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "DSAFUSE_MODE=strict: vLLM would not start with this model" in done.stdout
     assert (
         "\n2 x DSA layer: mla: vLLM's own code (DSAFUSE_OPS must contain mla, got 'indexer'); "

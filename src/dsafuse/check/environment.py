@@ -65,6 +65,13 @@ def target_here() -> str:
         return str(unknown)
 
 
+def why_no_gpu(what: str) -> str | None:
+    """Why what needs a GPU can't run here, in a line; None if torch sees one."""
+    if torch.cuda.is_available():
+        return None
+    return f"{what} needs a GPU, and torch {torch.__version__} sees none on this machine"
+
+
 def driver_version() -> str | None:
     """The GPU driver's version, from the kernel module, else from nvidia-smi."""
     for module in ("nvidia", "amdgpu"):

@@ -28,6 +28,7 @@ from dsafuse.check.bench import (
     label,
 )
 from dsafuse.check.cases import Case
+from dsafuse.check.environment import why_no_gpu
 from dsafuse.check.records import Row, Run, Unproven, named, origin
 from dsafuse.check.targets import HEAD_PAIR, NEAR, Target, cells_near, not_measured, read_targets
 from dsafuse.check.targets import check as check_targets
@@ -105,8 +106,8 @@ def _timed(
 
     What there is goes to `out` after each group of cells, and when a signal ends the run.
     """
-    if not torch.cuda.is_available():
-        output.refuse("bench needs a GPU, and torch sees none on this machine")
+    if reason := why_no_gpu("bench"):
+        output.refuse(reason)
     began = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     arms: dict[str, list[BenchArm]] = {}

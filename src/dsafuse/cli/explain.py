@@ -89,9 +89,19 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
     except foresee.Unforeseen as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+    refused = found["not_installed"] or any(
+        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in kind["ops"]
+    )
+    starts = not (switches.current().mode == "strict" and refused)
     if json:
         output.print_json({"model": str(folder), "kv_cache_dtype": word, "tp": tp, "mtp": mtp, **found})
-        return
+    else:
+        _print_vllm(folder, word, tp, found, starts=starts)
+    if not starts:
+        raise typer.Exit(1)
+
+
+def _print_vllm(folder: Path, word: str, tp: int, found: dict[str, Any], *, starts: bool) -> None:
     output.say(
         f"vLLM {found['vllm']} on {found['platform']}, {folder}, tp={tp}: activations {found['dtype']}, "
         f"--kv-cache-dtype {word}, block size {found['block_size']}"
@@ -103,10 +113,7 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
         output.say(f"not installed: {reason}")
     if not found["kinds"]:
         output.say("no layer passes the plugin's hooks: vLLM's own code runs")
-    refused = found["not_installed"] or any(
-        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in kind["ops"]
-    )
-    if switches.current().mode == "strict" and refused:
+    if not starts:
         output.say("DSAFUSE_MODE=strict: vLLM would not start with this model")
     for kind in found["kinds"]:
         output.say("")

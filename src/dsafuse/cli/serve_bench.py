@@ -115,6 +115,11 @@ def serve_bench(
         output.refuse(f"--extra: has --worker-extension-cls, which --load-format {SCALED} needs for itself")
     if load_format == SCALED and "quantization_config" in _config(plan.model):
         output.refuse(f"--load-format: {SCALED} is for unquantised models, whose weights have no scales beside them")
+    # Of two the last wins; vLLM takes _ for -, too.
+    stated = any(word.replace("_", "-").startswith("--load-format") for word in plan.extra)
+    if not stated and (patterns := memory.lacking(plan.model, load_format)):
+        none = f"MODEL_DIR: {model} has no weights ({' or '.join(patterns)}) for --load-format {load_format}"
+        output.refuse(f"{none}; --load-format {SCALED} (or dummy) needs none")
     reason = bridge.why_not_here()
     if reason is not None:
         output.refuse(reason)
@@ -123,14 +128,14 @@ def serve_bench(
         plan = replace(plan, weight_bytes=_dummy_bytes(plan.model))
     deadline = float("inf") if time_limit is None else start + time_limit
     code, record = _measured(plan, before, out, deadline)
-    _write(record, out)
+    written = _write(record, out)
     if json:
         output.print_json(record.document())
     elif markdown:
         output.say(tables.markdown(record))
     else:
         _print(record)
-        output.say(f"written: {out / STATE}, serve-bench.md, serve-bench.png; logs beside them")
+        output.say(f"written: {', '.join([str(out / STATE), *written])}; logs beside them")
     raise typer.Exit(code)
 
 
@@ -186,7 +191,10 @@ def _write_model(name: str, folder: Path, layers: int, heads: int) -> None:
             rank.write(folder, heads, layers)
     except ValueError as error:
         output.refuse(f"--{error}")
-    output.say(f"written: {folder}, {layers} layers of {name} with {heads} attention heads, without weights")
+    output.say(
+        f"written: {folder}, {layers} layers of {name} with {heads} attention heads, without weights; "
+        f"serve it with --load-format {SCALED}"
+    )
 
 
 def _measured(plan: Plan, before: Record | None, out: Path, deadline: float) -> tuple[int, Record]:
@@ -242,17 +250,19 @@ def _state(out: Path, go_on: bool) -> Record | None:
     return None
 
 
-def _write(record: Record, out: Path) -> None:
-    """Markdown and, where it can be drawn, the picture; the JSON is there already."""
+def _write(record: Record, out: Path) -> list[str]:
+    """Markdown and, where it can be drawn, the picture, by name; the JSON is there already."""
+    table, picture = "serve-bench.md", "serve-bench.png"
     with output.refusing(f"--out: {out}"):
-        (out / "serve-bench.md").write_text(tables.markdown(record))
+        (out / table).write_text(tables.markdown(record))
         if not any(record.repeats(cell) for cell in record.cells()):
-            return
+            return [table]
         reason = check_plot.why_not()
-        if reason is None:
-            plots.plot(record, out / "serve-bench.png")
-        else:
+        if reason is not None:
             output.complain(f"no picture: {reason}")
+            return [table]
+        plots.plot(record, out / picture)
+    return [table, picture]
 
 
 def _print(record: Record) -> None:

@@ -244,7 +244,8 @@ def expect_disjoint(
 def expect_disjoint_views(outputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
     """As `expect_disjoint`, of tensors that are traced: they have no addresses, but places in their storages.
 
-    A layout that the ops don't take, and sizes that the data alone tell, are left to the call when it runs.
+    A layout that the ops don't take is left to the call when it runs. Sizes that the data alone tell are not looked at:
+    a backend that runs the op on copies of its outputs then loses what one has in another.
     """
     storages: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
     for which, tensors in enumerate((outputs, others)):

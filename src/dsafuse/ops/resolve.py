@@ -271,8 +271,12 @@ def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
 
 
 def apart(a: Arguments, outputs: Iterable[str]) -> None:
-    """As `together` has it, outputs with memory of their own, of a call that is traced."""
-    expect_disjoint_views(*_written_and_read(_tensors(a), outputs))
+    """As `together` has it, outputs with memory of their own, of a call that is traced.
+
+    Scales are left to the call when it runs: one that nothing needs may lie anywhere.
+    """
+    tensors = {name: tensor for name, tensor in _tensors(a).items() if name not in ("q_scale", "k_scale")}
+    expect_disjoint_views(*_written_and_read(tensors, outputs))
 
 
 Tensors = dict[str, torch.Tensor]

@@ -18,6 +18,15 @@ SPARE_BLOCKS = 64
 SPARE_FRACTION = 0.1
 """Caches of a size that the largest load only just fits into would preempt requests, and time that."""
 
+WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("auto", "hf"), ("*.safetensors", "*.bin", "*.pt")),
+    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor"), ("*.safetensors",)),
+    "mistral": ("consolidated*.safetensors",),
+    "pt": ("*.pt",),
+    "npcache": ("*.bin", "*.pt"),
+}
+"""What vLLM looks for in a local folder, by the words of --load-format that read one file or another there."""
+
 OTHER_BYTES = 6 << 30
 """What a server takes beside weights and caches: context, activations of a prefill, CUDA graphs."""
 
@@ -50,6 +59,12 @@ def cache_bytes(config: Mapping[str, Any], kv_cache_dtype: str, cells: Sequence[
 def weight_bytes(model: Path) -> int | None:
     """What lies in the folder's safetensors; None without any."""
     return sum(path.stat().st_size for path in model.glob("*.safetensors")) or None
+
+
+def lacking(model: Path, load_format: str) -> tuple[str, ...]:
+    """The patterns of which no file lies in the folder, though this --load-format needs one; none if all is well."""
+    patterns = WEIGHT_FILES.get(load_format, ())
+    return () if any(path for pattern in patterns for path in model.glob(pattern)) else patterns
 
 
 def ranks(extra: Sequence[str]) -> int:

