@@ -97,9 +97,9 @@ def test_the_chains_kernels_give_the_oracles_bytes(
 
 @pytest.mark.parametrize("rope_style", ["neox", "interleaved"])
 def test_the_chain_and_the_fused_kernel_sum_a_key_in_one_order(rope_style: str, launches: Launches) -> None:
-    """Scales in fp32 of what was not rounded before: the other style's order would change 10 of these 48."""
+    """Scales in fp32 of what was not rounded before: the other style's order would change some of these rows."""
     unrounded = {"activation": torch.float32, "rounding": "fp32", "scale_rule": "fp32"}
-    call = indexer_call(64, 1, rope_style=rope_style, seed=5, **unrounded)
+    call = indexer_call(20, 1, rope_style=rope_style, seed=5, **unrounded)
     split_cache, fused_cache = (memory(run("indexer", name, call))["kv_cache"] for name in ("split", "interpreter"))
     assert torch.equal(split_cache, fused_cache)
     assert "norm_key" in launches.names
