@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsafuse.kernels.grids import kernel, wait_for_inputs
+from dsafuse.kernels.grids import kernel, rows_at, wait_for_inputs
 from dsafuse.kernels.roles import (
     LATENT,
     ROPE,
@@ -195,26 +195,29 @@ def write_latent(
 def norm_key(
     k_ptr,
     k_stride: tl.int64,
+    tokens: tl.int32,
     weight_ptr,
     bias_ptr,
     eps: tl.float32,
     k_norm_ptr,
+    ROWS: tl.constexpr,
     NEOX: tl.constexpr,
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """k_norm = layer_norm(k), summed over the pairs of NEOX first."""
+    """k_norm = layer_norm(k), summed over the pairs of NEOX first; ROWS as the fused kernel's, for its layout."""
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    rows = token * k_stride + tl.arange(0, 1)[:, None]
-    k1, k2 = load_pairs(k_ptr, rows, None, NEOX, ALIGN)
-    k3, k4 = load_pairs(k_ptr, rows + ROPE, None, NEOX, ALIGN)
+    token = rows_at(tl.program_id(0) * ROWS, ROWS)
+    here = token < tokens
+    rows = token * k_stride
+    k1, k2 = load_pairs(k_ptr, rows, here, NEOX, ALIGN)
+    k3, k4 = load_pairs(k_ptr, rows + ROPE, here, NEOX, ALIGN)
     weight, bias = load_parameters(weight_ptr, NEOX), load_parameters(bias_ptr, NEOX)
     x1, x2, y1, y2 = layer_norm(k1, k2, k3, k4, weight, bias, eps)
     dtype: tl.constexpr = k_norm_ptr.dtype.element_ty
-    out = token * (2 * ROPE) + tl.arange(0, 1)[:, None]
-    store_pairs(k_norm_ptr, out, x1.to(dtype), x2.to(dtype), None, NEOX, 16)
-    store_pairs(k_norm_ptr, out + ROPE, y1.to(dtype), y2.to(dtype), None, NEOX, 16)
+    out = token * (2 * ROPE)
+    store_pairs(k_norm_ptr, out, x1.to(dtype), x2.to(dtype), here, NEOX, 16)
+    store_pairs(k_norm_ptr, out + ROPE, y1.to(dtype), y2.to(dtype), here, NEOX, 16)
 
 
 @kernel

@@ -164,14 +164,17 @@ def norm_key(
     k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, k_norm: torch.Tensor, rope_style: str
 ) -> None:
     """k_norm = layer_norm(k); the columns that rope_style pairs are summed first, as in the fused kernel."""
+    rows = _plan(Target.of(k.device)).index_rows
     with on_device_of(k):
-        chain.norm_key[(len(k),)](
+        chain.norm_key[(-(-len(k) // rows),)](
             k,
             k.stride(0),
+            len(k),
             weight,
             bias,
             eps,
             k_norm,
+            ROWS=rows,
             NEOX=rope_style == RopeStyle.NEOX,
             ALIGN=alignment(k),
             **_options(k),
