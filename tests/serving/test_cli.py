@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dsafuse.cli import serve_bench as command
 from dsafuse.cli.app import app
+from dsafuse.serving import memory
 from dsafuse.serving.record import Record
 from dsafuse.serving.run import STATE, Plan
 from tests.serving.conftest import CONFIG, FAKE
@@ -38,7 +39,7 @@ def bench(model: Path, tmp_path: Path, facts: dict[str, Any], monkeypatch: pytes
         return replace(Plan(**values), vllm=FAKE, client=(*FAKE, "client"), in_turn=False)
 
     monkeypatch.setattr(command, "Plan", faked)
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
 
     def run(*arguments: str) -> Any:
         grid = ("--isl", "16", "--osl", "8", "--concurrency", "1,2")
@@ -68,6 +69,18 @@ def bench(model: Path, tmp_path: Path, facts: dict[str, Any], monkeypatch: pytes
         ),
         (("--write-model", "glm"), "--write-model: got 'glm'"),
         (("--write-model", "deepseek-v3.2", "--heads", "3"), "--heads: got 3, expected a divisor of 128"),
+        (("--write-model", "deepseek-v3.2", "--weights", "fp4"), "--weights: got fp4, expected one of bf16, fp8"),
+        (
+            ("--write-model", "deepseek-v3.2", "--weights", "fp8", "--heads", "4"),
+            "--heads: got 4, whose gate_up_proj does not fit fp8 weights: got 576 outputs before others",
+        ),
+        *(
+            (
+                ("--load-format", "dummy-scaled", "--extra", f"{option} fp8"),
+                f"--extra: has {option}, and --load-format dummy-scaled fills what config.json says",
+            )
+            for option in ("--quantization", "-q")
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_and_leaves_nothing(
@@ -138,11 +151,47 @@ def test_weights_are_looked_for_where_vllm_would(
     assert "two equal arms are not measured" in bench(*arguments).stderr
 
 
-def test_scaled_weights_are_not_for_a_quantised_model(bench: Callable[..., Any], model: Path) -> None:
-    (model / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "says"),
+    [
+        ({**FP8, "weight_block_size": None}, "weight_block_size must be two sizes, whose scales are filled beside"),
+        ({**FP8, "weight_block_size": [128]}, "weight_block_size must be two sizes, whose scales are filled beside"),
+        ({**FP8, "fmt": "e5m2"}, "quant_method and fmt must be fp8 and e4m3, got fp8 and e5m2"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method and fmt must be fp8 and e4m3, got gptq and None"),
+        ({"quant_method": "compressed-tensors"}, "quant_method and fmt must be fp8 and e4m3, got compressed-tensors"),
+    ],
+)
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config"])
+def test_scaled_weights_are_refused_where_they_would_have_no_scales(
+    bench: Callable[..., Any],
+    fake: Callable[..., Path],
+    model: Path,
+    place: str,
+    quantisation: dict[str, Any],
+    says: str,
+) -> None:
+    pids = fake()
+    (model / "config.json").write_text(json.dumps({**CONFIG, place: quantisation}))
     done = bench("--load-format", "dummy-scaled")
     assert done.exit_code == 2
-    assert done.stderr.startswith("--load-format: dummy-scaled is for unquantised models")
+    assert done.stderr.startswith(f"--load-format: dummy-scaled has no values for these quantised weights: {says}")
+    assert not pids.exists()
+
+
+def test_scaled_weights_of_fp8_blocks_are_served_and_recorded(
+    bench: Callable[..., Any], fake: Callable[..., Path], model: Path, tmp_path: Path
+) -> None:
+    said = "INFO [dummy_weights.py:1] dsafuse: dummy weights scaled to 1/sqrt(fan-in): 9 tensors, 7 of them fp8"
+    fused = "INFO [plan.py:1] dsafuse: DSA layer: mla: fused, provider triton [first: l.0]"
+    fake(plans={"off": [said], "auto": [said, fused]})
+    (model / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8}))
+    done = bench("--load-format", "dummy-scaled", "--repeats", "1", "--markdown")
+    assert done.exit_code == 0, done.stderr
+    assert "16 heads, 2 layers, fp8 weights, dummy, scaled to 1/sqrt(fan-in)" in done.stdout
+    assert Record.read(tmp_path / "out" / STATE).conditions["weights"] == "fp8"
 
 
 def test_scaled_weights_are_asked_of_both_servers_and_must_be_confirmed(
@@ -243,8 +292,14 @@ def test_a_rank_is_written(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     folder = tmp_path / "rank"
     done = RUNNER.invoke(
-        app, ["serve-bench", str(folder), "--write-model", "deepseek-v3.2", "--layers", "2", "--heads", "128"]
+        app,
+        [
+            *("serve-bench", str(folder), "--write-model", "deepseek-v3.2"),
+            *("--layers", "2", "--heads", "128", "--weights", "fp8"),
+        ],
     )
     assert done.exit_code == 0
-    assert done.stdout.strip().endswith("without weights; serve it with --load-format dummy-scaled")
+    assert done.stdout.strip().endswith("for fp8 weights and without them; serve it with --load-format dummy-scaled")
+    assert memory.weights(memory.read_config(folder)) == "fp8"
+    assert memory.why_not_scaled(memory.read_config(folder)) is None
     assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}

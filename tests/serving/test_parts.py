@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from dsafuse.serving import memory
 from dsafuse.serving.client import arguments
 from dsafuse.serving.grid import OFF, ON, Cell, Turn
+from dsafuse.serving.record import Record
 from dsafuse.serving.server import environment_of, free_ports, why_not_an_arm
 from dsafuse.vllm import plan
 
@@ -128,3 +130,58 @@ def test_a_rank_that_cannot_be_is_refused(tmp_path: Path, heads: int, layers: in
 
     with pytest.raises(ValueError, match=re.escape(says)):
         rank.write(tmp_path, heads, layers)
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*serve*.json"))
+
+
+@pytest.mark.skipif(not RECORDED, reason="no measurement of serving is recorded in benchmarks/results")
+def test_a_recorded_rank_is_written_again_to_the_byte(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    from dsafuse.vllm import rank
+
+    for path in RECORDED:
+        c = Record.read(path).conditions
+        values = rank.config(c["heads"], c["layers"], c["weights"])
+        assert hashlib.sha256((json.dumps(values, indent=2) + "\n").encode()).hexdigest() == c["config_sha256"]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_a_rank_of_fp8_is_the_same_but_for_how_weights_are_held(heads: int) -> None:
+    pytest.importorskip("tokenizers")
+    from dsafuse.vllm import rank
+
+    plain, blocks = (rank.config(heads, 2, weights) for weights in rank.WEIGHTS)
+    assert blocks == {**plain, "quantization_config": rank.FP8_BLOCKS}
+    assert [memory.weights(one) for one in (plain, blocks)] == ["bf16", "fp8"]
+
+
+def test_weights_of_fp8_take_half_but_for_what_vllm_keeps_in_16_bits() -> None:
+    pytest.importorskip("tokenizers")
+    from dsafuse.vllm import checkpoints, rank
+
+    model = checkpoints.TinyModel("rank", rank.config(16, 1))
+    # Embedding, head, both norms of the layer and the last, those of latents and of the indexer's key; its projections.
+    wide = 2 * 16160 * 7168 + 3 * 7168 + 1536 + 512 + 2 * 128 + (128 + 64) * 7168
+    kv_b = 16 * 256 * 512
+    fp8 = (1536 + 576) * 7168 + 16 * 192 * 1536 + 7168 * 16 * 128 + 64 * 128 * 1536 + 3 * 2304 * 7168
+    assert checkpoints.served_bytes(model) == 2 * (wide + kv_b + fp8)
+    assert checkpoints.served_bytes(model, rank.FP8_BLOCKS) == 2 * wide + 3 * kv_b + fp8
+    spared = {**rank.FP8_BLOCKS, "modules_to_not_convert": ["model.layers.0.self_attn.o_proj"]}
+    assert checkpoints.served_bytes(model, spared) == 2 * wide + 3 * kv_b + fp8 + 7168 * 16 * 128
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({}, "bf16"),
+        ({"dtype": "float32"}, "fp32"),
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"quantization_config": None, "torch_dtype": "bfloat16"}, "bf16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": "odd"}, "odd"),
+    ],
+)
+def test_weights_are_told_by_one_word(config: dict[str, object], word: str) -> None:
+    assert memory.weights(config) == word

@@ -13,12 +13,13 @@ import pytest
 
 from dsafuse.serving import plot, tables
 from dsafuse.serving.grid import Cell, Turn, cells, turns
-from dsafuse.serving.record import METRICS, TPOT, Record, Result, Start, compare
+from dsafuse.serving.record import EARLIER, METRICS, TPOT, Record, Result, Start, compare, differences
 
 ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "580", "vllm": "0.26.0", "torch": "2.11", "triton": "3.6",
                "dsafuse": "0.1.0", "commit": "abc", "clean": True}  # fmt: skip
-CONDITIONS = {"model": "/models/m", "heads": 16, "layers": 24, "kv_cache_dtype": "fp8", "load_format": "dummy-scaled",
-              "prompts_per_slot": 3, "in_turn": False, "server_arguments": ["/models/m"]}  # fmt: skip
+CONDITIONS = {"model": "/models/m", "heads": 16, "layers": 24, "weights": "bf16", "kv_cache_dtype": "fp8",
+              "load_format": "dummy-scaled", "prompts_per_slot": 3, "in_turn": False,
+              "server_arguments": ["/models/m"]}  # fmt: skip
 
 
 def metrics(value: float, throughput: float = 100.0) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def test_ratios_are_of_pairs_and_above_one_where_the_plugin_is_better() -> None:
 
 def test_a_table_names_the_models_folder_and_not_where_it_was() -> None:
     text = tables.markdown(record((6.0, 5.0)))
-    assert "Model m (16 heads, 24 layers" in text
+    assert "Model m (16 heads, 24 layers, bf16 weights, dummy, scaled to 1/sqrt(fan-in))" in text
     assert "/models" not in text
 
 
@@ -81,7 +82,7 @@ def test_all_that_is_asked_for_is_in_the_table() -> None:
     assert "| 1024 | 256 | 8 | output tokens/s | 100.00 | 120.00 | 1.200 | 1.000-1.320 | 3 |" in text
     assert text.count("| 1024 | 256 | 8 | ") == len(METRICS)
     for word in ("NVIDIA H200", "driver 580", "vLLM 0.26.0", "abc (clean)", "--kv-cache-dtype fp8", "3 prompts a slot",
-                 "16 heads, 24 layers, dummy weights scaled to 1/sqrt(fan-in)"):  # fmt: skip
+                 "16 heads, 24 layers, bf16 weights, dummy, scaled to 1/sqrt(fan-in)"):  # fmt: skip
         assert word in text
     assert "- DSA layer: mla: fused, provider triton\n" in text
     assert "Not complete" not in text
@@ -112,6 +113,15 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     assert Record.read(tmp_path / "state.json") == one
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     assert one.document()["summary"][0]["metrics"]["median_tpot_ms"]["ratio"] == pytest.approx(1.26)
+
+
+def test_a_record_of_before_weights_were_told_is_of_bf16(tmp_path: Path) -> None:
+    before = record((6.0, 5.0)).document()
+    del before["conditions"]["weights"]
+    (tmp_path / "state.json").write_text(json.dumps(before))
+    read = Record.read(tmp_path / "state.json")
+    assert read == record((6.0, 5.0))
+    assert differences(read, record(weights="fp8")) == ["condition weights was 'bf16', is 'fp8'"]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +191,7 @@ def test_a_field_of_another_type_or_none_at_all_is_refused_or_does_no_harm(tmp_p
         (("results", 0), 7, "results[0]: got 7, expected an object"),
         (("starts", 0, "plans"), [1], "starts[0].plans: got [1], expected a list of str"),
         (("conditions", "in_turn"), 0, "conditions.in_turn: got 0, expected bool"),
+        (("conditions", "weights"), None, "conditions.weights: got None, expected str"),
         (("environment", "clean"), "yes", "environment.clean: got 'yes', expected bool or null"),
         (("ended",), None, "ended: got None, expected str"),
     ],
@@ -195,7 +206,7 @@ def test_what_is_odd_is_named(tmp_path: Path, way: tuple[Any, ...], value: Any, 
     with pytest.raises(ValueError, match=re.escape(says)):
         Record.read(tmp_path / "state.json")
     del inside[way[-1]]
-    if isinstance(way[-1], str):
+    if isinstance(way[-1], str) and way[-1] not in EARLIER:
         (tmp_path / "state.json").write_text(json.dumps(document))
         with pytest.raises(ValueError, match=f"{way[-1]} is missing"):
             Record.read(tmp_path / "state.json")
@@ -207,21 +218,23 @@ def test_a_summary_has_a_line_for_every_cell_in_order() -> None:
     small.results += record((9.0, 9.0), cell=Cell(8192, 256, 1)).results[:1]  # one arm alone
     large = record((9.0, 8.0), heads=128, layers=16)
     plain = record((9.0, 8.0), kv_cache_dtype="auto")
-    rows = tables.summary([large, small, plain]).splitlines()
-    assert rows == tables.summary([plain, large, small]).splitlines()
+    blocks = record((9.0, 8.0), kv_cache_dtype="auto", weights="fp8")
+    rows = tables.summary([large, small, blocks, plain]).splitlines()
+    assert rows == tables.summary([plain, blocks, large, small]).splitlines()
     assert rows[0] == (
-        "| H | layers | cache | ISL/OSL | concurrency | TPOT off, ms | on, ms | ratio | TTFT ratio | tokens/s ratio |"
-        " repeats |"
+        "| H | layers | weights | cache | ISL/OSL | concurrency | TPOT off, ms | on, ms | ratio | TTFT ratio |"
+        " tokens/s ratio | repeats |"
     )
     assert rows[3] == (
-        "| 16 | 24 | fp8 | 1024/256 | 8 | 6.00 | 5.00 | 1.200 (1.000 to 1.320) | 1.200 (1.000 to 1.320) |"
+        "| 16 | 24 | bf16 | fp8 | 1024/256 | 8 | 6.00 | 5.00 | 1.200 (1.000 to 1.320) | 1.200 (1.000 to 1.320) |"
         " 1.200 (1.000 to 1.320) | 3 |"
     )
-    assert [row.split(" | ")[:5] for row in rows[2:]] == [
-        ["| 16", "24", "auto", "1024/256", "8"],
-        ["| 16", "24", "fp8", "1024/256", "8"],
-        ["| 16", "24", "fp8", "1024/256", "64"],
-        ["| 128", "16", "fp8", "1024/256", "8"],
+    assert [row.split(" | ")[:6] for row in rows[2:]] == [
+        ["| 16", "24", "bf16", "auto", "1024/256", "8"],
+        ["| 16", "24", "bf16", "fp8", "1024/256", "8"],
+        ["| 16", "24", "bf16", "fp8", "1024/256", "64"],
+        ["| 16", "24", "fp8", "auto", "1024/256", "8"],
+        ["| 128", "16", "bf16", "fp8", "1024/256", "8"],
     ]
 
 

@@ -71,7 +71,8 @@ def test_two_servers_are_measured_and_leave_tables_a_picture_and_nothing_else(tm
     # The interpreter is slow: which arm is which can't be mistaken.
     assert all(cell["metrics"]["mean_e2el_ms"]["ratio"] < 0.5 for cell in document["summary"])
     assert document["conditions"]["load_format"] == "dummy-scaled"
-    assert "dummy weights scaled to 1/sqrt(fan-in)" in (out / "serve-bench.md").read_text()
+    assert "bf16 weights" not in (out / "serve-bench.md").read_text()
+    assert "fp32 weights, dummy, scaled to 1/sqrt(fan-in)" in (out / "serve-bench.md").read_text()
     assert "| 16/8 | 2 | " in (out / "serve-bench.md").read_text()
     assert (out / "serve-bench.png").read_bytes()[:4] == b"\x89PNG"
     assert not [line for line in processes() if str(folder) in line]

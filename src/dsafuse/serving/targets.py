@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -11,25 +11,28 @@ from typing import Any
 from dsafuse.check import document
 from dsafuse.serving.record import BY_KEY, Record, compare
 
-AXES = ("heads", "kv_cache_dtype", "isl", "concurrency")
-"""What a target may be limited to, each by a list; one that is left out takes any value."""
+AXES: Mapping[str, type] = {"heads": int, "weights": str, "kv_cache_dtype": str, "isl": int, "concurrency": int}
+"""What a target may be limited to, each by a list of such values; one that is left out takes any value."""
 
-At = tuple[int, str, int, int]
-"""A value of each axis."""
+At = tuple[int, str | None, str, int, int]
+"""A value of each axis; None for weights of any kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """One line of the table: what the median ratio of a metric has to be in every combination of its lists.
 
-    Ratios are above 1 where the plugin is better, for times and tokens/s alike. A combination of four lists that is
-    not measured is reported; a target that leaves an axis out speaks of the measured cells alone.
+    Ratios are above 1 where the plugin is better, for times and tokens/s alike. A combination of its lists that is not
+    measured is reported, whether weights are among them or not; a target that leaves out one of the other four speaks
+    of the measured cells alone.
     """
 
     metric: str
     """Of record.METRICS, by its key."""
     at_least: float
     heads: tuple[int, ...] | None = None
+    weights: tuple[str, ...] | None = None
+    """Of serving.memory.weights: bf16, fp8."""
     kv_cache_dtype: tuple[str, ...] | None = None
     isl: tuple[int, ...] | None = None
     concurrency: tuple[int, ...] | None = None
@@ -39,8 +42,8 @@ class Target:
         return all((allowed := getattr(self, axis)) is None or value in allowed for axis, value in zip(AXES, at))
 
     def expected(self) -> set[At]:
-        """The combinations of its lists; none if it leaves one out."""
-        lists = [getattr(self, axis) for axis in AXES]
+        """The combinations of its lists; none if it leaves one out that is not weights."""
+        lists = [self.weights or (None,) if axis == "weights" else getattr(self, axis) for axis in AXES]
         return set() if None in lists else set(product(*lists))
 
 
@@ -60,8 +63,9 @@ class Finding:
         return "holds" if self.ratio >= self.target.at_least else "misses"
 
     def __str__(self) -> str:
-        heads, cache, isl, concurrency = self.at
-        cell = f"H={heads}, cache {cache}, ISL {isl}, concurrency {concurrency}"
+        heads, weights, cache, isl, concurrency = self.at
+        of = "" if weights is None else f"{weights} weights, "
+        cell = f"H={heads}, {of}cache {cache}, ISL {isl}, concurrency {concurrency}"
         got = "" if self.ratio is None else f"got {self.ratio:.3f}, "
         return f"{cell}: {BY_KEY[self.target.metric].name} ratio: {got}expected at least {self.target.at_least:g}"
 
@@ -83,7 +87,7 @@ def _target(entry: Any, where: str) -> Target:
         raise ValueError(f"{where}: got at_least={least!r}, expected a ratio")
     lists = {axis: entry[axis] for axis in AXES if axis in entry}
     for axis, values in lists.items():
-        kind = str if axis == "kv_cache_dtype" else int
+        kind = AXES[axis]
         if not isinstance(values, list) or not values or not all(type(value) is kind for value in values):
             raise ValueError(f"{where}: got {axis}={values!r}, expected a list of {kind.__name__}")
     return Target(metric=entry["metric"], at_least=least, **{axis: tuple(values) for axis, values in lists.items()})
@@ -96,10 +100,12 @@ def check(records: Sequence[Record], targets: Sequence[Target]) -> list[Finding]
         seen: set[At] = set()
         for record in records:
             for cell in record.cells():
-                at = (record.conditions["heads"], record.conditions["kv_cache_dtype"], cell.isl, cell.concurrency)
+                c = record.conditions
+                at = (c["heads"], c["weights"], c["kv_cache_dtype"], cell.isl, cell.concurrency)
                 compared = compare(BY_KEY[target.metric], record.repeats(cell))
                 if compared is not None and target.covers(at):
                     seen.add(at)
                     found.append(Finding(target, at, compared.ratio))
-        found += [Finding(target, at, None) for at in sorted(target.expected() - seen)]
+        of_any = {(at[0], None, *at[2:]) for at in seen}
+        found += [Finding(target, at, None) for at in sorted(target.expected() - seen - of_any)]
     return found

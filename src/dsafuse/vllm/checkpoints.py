@@ -14,7 +14,7 @@ attention output with one that makes it a good part of the residual stream. A ne
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,29 @@ def with_config(model: TinyModel, **changes: Any) -> TinyModel:
     return TinyModel(model.name, {**model.config, **changes})
 
 
-def parameter_count(model: TinyModel) -> int:
-    """Numbers in all tensors of its checkpoint."""
-    return sum(math.prod(shape) for _, shape, _ in _parameters(model))
+QUANTISED = frozenset(
+    {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b"}
+    | {"gate_proj", "up_proj", "down_proj"}
+)
+"""What vLLM keeps in fp8 of a model that is quantised so. The indexer's wk is not among it: vLLM makes bf16 of it."""
+
+
+def served_bytes(model: TinyModel, quantisation: Mapping[str, Any] | None = None) -> int:
+    """What vLLM keeps of its checkpoint: 16 bits a number, 8 where `quantisation` (to fp8) says so.
+
+    Of kv_b_proj it then has a copy in 16 bits, which attention multiplies with. Scales are one in 16,384, left out.
+    """
+    asked = quantisation or {}
+    spared = {*(asked.get("modules_to_not_convert") or ()), *(asked.get("ignored_layers") or ())}
+
+    def width(name: str) -> int:
+        module = name.removesuffix(".weight")
+        kind = module.rpartition(".")[2]
+        if quantisation is None or kind not in QUANTISED or module in spared:
+            return 2
+        return 3 if kind == "kv_b_proj" else 1
+
+    return sum(width(name) * math.prod(shape) for name, shape, _ in _parameters(model))
 
 
 def write(model: TinyModel, directory: Path, seed: int = 0) -> Path:
