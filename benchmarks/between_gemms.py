@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import typer
 from torch.nn.functional import rms_norm, silu
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,7 +33,7 @@ from dsafuse.check.environment import environment, of_commit, why_no_gpu
 from dsafuse.check.inputs import Inputs
 from dsafuse.check.memory import Memory
 from dsafuse.check.timing import GraphTimer, Launch, Spread, interleaved
-from dsafuse.cli.files import check_writable
+from dsafuse.cli.files import why_not_writable
 from dsafuse.layouts import FLAT, INDEX_DIM, LATENT_DIM, MLA_LAYOUTS, QUERY_DIM, ROPE_DIM
 from dsafuse.models import MODELS
 
@@ -243,10 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="the commit under test, if it is not the checkout's")
     parser.add_argument("--out", type=Path, help="write JSON to this file")
     options = parser.parse_args(argv)
-    try:
-        check_writable("--out", options.out)
-    except typer.Exit as stopped:
-        return stopped.exit_code
+    if options.out is not None and (reason := why_not_writable(options.out)):
+        parser.error(f"--out: {options.out}: {reason}")
     if reason := why_no_gpu("between_gemms"):
         sys.stderr.write(reason + "\n")
         return 1

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import typer
 
 from dsafuse import switches
 from dsafuse.check import verify
 from dsafuse.check.cases import INDEXER, MLA, PREPARE_QK
 from dsafuse.check.environment import environment, of_commit
-from dsafuse.cli.files import check_writable
+from dsafuse.cli.files import why_not_writable
 from dsafuse.numerics import RopeStyle, rotate
 from dsafuse.registry import OPS, Op
 
@@ -280,10 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (OSError, ValueError, LookupError, TypeError) as error:
             parser.error(f"--read: {options.read}: {error}")
         return 0 if right(record) else 1
-    try:
-        check_writable("--out", options.out)
-    except typer.Exit as stopped:
-        return stopped.exit_code
+    if options.out is not None and (reason := why_not_writable(options.out)):
+        parser.error(f"--out: {options.out}: {reason}")
     names = options.fault or list(FAULTS)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = None if options.model is None else asked_for(options, parser.error)

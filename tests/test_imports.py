@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dsafuse"
 TESTS = ROOT / "tests"
 
-LEAVES = {"numerics", "layouts", "target", "models", "switches", "private"}
+LEAVES = {"numerics", "layouts", "target", "models", "switches", "memory", "installed", "private"}
 BASE = {"dispatch", "registry", "ops"} | LEAVES
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms it may import, libraries it may import)
@@ -177,6 +177,11 @@ def test_importing_the_library_reads_no_environment_variable_and_logs_nothing() 
 
 
 # bans
+
+
+def test_whether_a_package_is_there_is_asked_in_one_room() -> None:
+    """Python's own answer is an exception where something without a spec stands in for the package."""
+    assert [path.name for _, path in modules() if "find_spec" in path.read_text()] == ["installed.py"]
 
 
 def test_the_fp8_maxima_are_written_in_numerics_alone() -> None:

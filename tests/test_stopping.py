@@ -152,3 +152,29 @@ def test_a_zombie_is_no_process_that_runs() -> None:
         assert time.monotonic() - start < stopping.GRACE_SECONDS
         os.killpg(leader.pid, 0)  # it is there, in name
         assert not stopping.running(leader.pid)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("RuntimeError: no weights", "RuntimeError: no weights"),
+        ("(Worker pid=7) ERROR 11-30 10:00:00 [core.py:12] RuntimeError: no weights", "RuntimeError: no weights"),
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("AssertionError", "AssertionError"),
+        ("    except ImportError:", None),
+        ('    raise ValueError("no")', None),
+        ("ERROR: no", None),
+    ],
+)
+def test_the_last_error_of_a_log_is_found_behind_whatever_stands_before_it(line: str, error: str | None) -> None:
+    log = ["KeyError: 1", line, *map(str, range(60))]
+    why = error or "KeyError: 1"
+    assert stopping.last_words("it ended", "\n".join(log), "x.log").splitlines() == [
+        f"it ended ({why}); the end of x.log:",
+        *log[-stopping.TAIL_LINES :],
+    ]
+    assert stopping.last_words("it ended", "nothing").splitlines()[0] == "it ended; the end of its log:"
+
+
+def test_a_child_that_a_signal_ended_is_said_to_be() -> None:
+    assert [stopping.how_ended(code) for code in (3, -9)] == ["ended with exit code 3", "was ended by signal 9"]

@@ -5,7 +5,6 @@ A use is asked about once, when it is first made, and a warning then says what i
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import pkgutil
@@ -16,6 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from dsafuse import installed
 
 TESTED = ("torch 2.11 with Triton 3.6", "torch 2.13 with Triton 3.9")
 """The versions that the names were read in, and that the tests ran with."""
@@ -95,7 +96,7 @@ NAMES = (
 
 def lack(use: str) -> str | None:
     """What a use lacks here, in which versions, and what happens instead. Without Triton, its names are not missed."""
-    triton = importlib.util.find_spec("triton") is not None
+    triton = installed.why_not("triton") is None
     asked = (name for name in NAMES if use in name.uses and (triton or not name.name.startswith("triton.")))
     missing = [name.name for name in asked if not name.is_here()]
     if not missing:

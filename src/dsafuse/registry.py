@@ -16,6 +16,7 @@ from dsafuse import private, switches
 from dsafuse.dispatch import PROVIDERS, Decision, NoProviderError, OpConfig, choose
 from dsafuse.entry import Entry
 from dsafuse.known import is_watched
+from dsafuse.memory import Tensors, expect_disjoint, expect_disjoint_views
 from dsafuse.target import Target
 
 P = ParamSpec("P")
@@ -41,7 +42,6 @@ class Op(Generic[P, R]):
     Args:
         oracle: the reference, with the public signature. It gets resolved arguments: outputs present, names valid.
         resolve: checks the arguments, fills in outputs and defaults in place, and returns the static config.
-        apart: checks that these outputs, and the caches, of a call that is traced have memory of their own.
         outputs: shapes and dtypes of the outputs, from arguments that need not be checked yet.
         mutates: arguments written in place besides the outputs.
         derived: arguments that the out-form does not have, since its outputs tell them.
@@ -53,7 +53,6 @@ class Op(Generic[P, R]):
         oracle: Callable[P, R],
         *,
         resolve: Callable[[Arguments], OpConfig],
-        apart: Callable[[Arguments, Sequence[str]], None],
         outputs: Callable[[Arguments], Shapes],
         output_names: tuple[str, ...],
         mutates: tuple[str, ...],
@@ -69,7 +68,6 @@ class Op(Generic[P, R]):
         self.caches = tuple(filter(is_cache, mutates))
         self.own_memory = (*output_names, *(name for name in mutates if name not in self.caches))
         self._resolve = resolve
-        self._apart = apart
         self._outputs = outputs
         self._derived = derived
         self._signature = inspect.signature(oracle)
@@ -98,7 +96,7 @@ class Op(Generic[P, R]):
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
-        return arguments, self._resolve(arguments)
+        return arguments, self._checked(arguments)
 
     def choose(self, config: OpConfig, target: Target, *, here: bool = False) -> Decision:
         """Who would run this op on `target`, and why. Raises nothing: the answer may be nobody."""
@@ -144,10 +142,22 @@ class Op(Generic[P, R]):
         self._run(arguments, self._entry)
         return self._result(arguments)
 
+    def _checked(self, arguments: Arguments) -> OpConfig:
+        """The config of arguments that are right each for itself, and whose outputs have memory of their own."""
+        config = self._resolve(arguments)
+        if arguments[self._required].device.type != "meta":  # which has no memory
+            expect_disjoint(*self._written_and_read(arguments))
+        return config
+
+    def _written_and_read(self, arguments: Arguments) -> tuple[Tensors, Tensors]:
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        written = {name: tensors.pop(name) for name in (*self.own_memory, *self.caches) if name in tensors}
+        return written, tensors
+
     def _run(self, arguments: Arguments, entry: Entry) -> None:
         """Check, fill in, choose a provider and run it; the call is known from then on if it can be launched again."""
         given = arguments.copy()
-        config = self._resolve(arguments)
+        config = self._checked(arguments)
         module = self._provider(config, arguments[self._required].device)
         if not hasattr(module, "again") or private.why_not("known calls"):
             with _writable(arguments):
@@ -220,7 +230,10 @@ class Op(Generic[P, R]):
         def fake(*args: Any, **kwargs: Any) -> None:
             # It returns nothing, so that there is no shape to work out. But this is the last to see who shares memory:
             # torch.compile may run the op on a copy of each output, and lose what one leaves in another.
-            self._apart(signature.bind(*args, **kwargs).arguments, self.own_memory)
+            # Scales are left to the call when it runs: one that nothing needs may lie anywhere.
+            arguments = signature.bind(*args, **kwargs).arguments
+            seen = {name: value for name, value in arguments.items() if name not in ("q_scale", "k_scale")}
+            expect_disjoint_views(*self._written_and_read(seen))
 
         out_form.__signature__ = signature  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(out_form, mutates_args=(*self.mutates, *self.output_names))
@@ -251,7 +264,6 @@ def _has_own_dispatch(tensor: torch.Tensor) -> bool:
 def fused_op(
     *,
     resolve: Callable[[Arguments], OpConfig],
-    apart: Callable[[Arguments, Sequence[str]], None],
     outputs: Callable[[Arguments], Shapes],
     output_names: tuple[str, ...],
     mutates: tuple[str, ...] = ("kv_cache",),
@@ -264,7 +276,6 @@ def fused_op(
         return Op(
             oracle,
             resolve=resolve,
-            apart=apart,
             outputs=outputs,
             output_names=output_names,
             mutates=mutates,

@@ -1,8 +1,12 @@
-"""Being stopped, and stopping others: signals that end this process, and processes that must not outlive it."""
+"""Being stopped, and stopping others: signals that end this process, and processes that must not outlive it.
+
+And what is said of one that ended by itself.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -14,6 +18,12 @@ from typing import Any
 
 GRACE_SECONDS = 15.0
 """What processes get to be gone after they were asked, or killed."""
+
+TAIL_LINES = 20
+"""Of a log, shown where a process ended badly."""
+
+# At the end of a line, or with words behind it; behind a name, a rank or a time that a logger has put before it.
+_ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)(?:: .*|$))")
 
 Handler = Callable[[int, Any], object]
 
@@ -83,6 +93,22 @@ def end(leader: subprocess.Popen[str], deadline: float = 0.0) -> None:
     patience = time.monotonic() + GRACE_SECONDS
     while running(leader.pid) and time.monotonic() < patience:
         time.sleep(0.01)
+
+
+def last_words(what: str, said: str, log: object = "its log") -> str:
+    """What happened to a process, the last error that it logged, and below them the end of its log.
+
+    Libraries have more to say when a process ends: what it died of may stand far above.
+    """
+    lines = said.splitlines()
+    errors = [found[1] for line in lines if (found := _ERROR.search(line))]
+    why = f" ({errors[-1]})" if errors else ""
+    return "\n".join([f"{what}{why}; the end of {log}:", *lines[-TAIL_LINES:]])
+
+
+def how_ended(code: int) -> str:
+    """What an exit code says of a child."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def running(group: int) -> bool:

@@ -277,11 +277,11 @@ def test_a_value_that_cannot_be_is_refused_before_any_work(
         ("link", "there is no directory"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_one_line_before_any_work(
+def test_a_file_that_cannot_be_written_is_refused_as_a_value_is_before_any_work(
     place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone" / "file.json")
-    assert between_gemms.main(["--out", str(tmp_path / place)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"--out: {tmp_path / place}: ")
-    assert why in line
+    with pytest.raises(SystemExit) as stopped:
+        between_gemms.main(["--out", str(tmp_path / place)])
+    assert stopped.value.code == 2
+    assert f"error: --out: {tmp_path / place}: {why}" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -551,18 +552,31 @@ def test_outputs_that_interleave_with_an_input_must_do_so_as_they_did(gpu: Gpu) 
     assert not gpu.knows(lambda: EVERY_OP["mla"](**moved))
 
 
+def latents_in(tokens: int, pages: torch.Tensor, mla: int, index: int) -> dict[str, Any]:
+    """A call whose caches begin at these bytes of each page."""
+    cache, index_cache = pages[:, mla : mla + 16 * 656], pages[:, index : index + 16 * 132]
+    caches = {"kv_cache": cache.view(-1, 16, 656), "index_kv_cache": index_cache.view(-1, 16, 132)}
+    return latents_call(tokens, layout="fp8_ds_mla") | caches
+
+
 def test_caches_of_one_storage_may_interleave_anew_and_share_no_byte(gpu: Gpu) -> None:
-    call, block = latents_call(3, layout="fp8_ds_mla"), 16 * 656
-    pages = torch.zeros(2, 4 * block, dtype=torch.uint8)
-
-    def laid(mla: int, index: int) -> dict[str, Any]:
-        cache = pages[:, mla : mla + block].view(2, 16, 656)
-        return call | {"kv_cache": cache, "index_kv_cache": pages[:, index : index + 16 * 132].view(2, 16, 132)}
-
+    block = 16 * 656
+    laid = partial(latents_in, 3, torch.zeros(2, 4 * block, dtype=torch.uint8))
     assert not gpu.knows(lambda: EVERY_OP["latents"](**laid(0, block)))
     assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 2 * block)))
     assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 3 * block)))
     assert gpu.knows(lambda: EVERY_OP["latents"](**laid(block, 0)))
+    with pytest.raises(ValueError, match=r"^kv_cache: got memory that overlaps index_kv_cache"):
+        EVERY_OP["latents"](**laid(block, block))
+
+
+def test_a_known_call_of_no_tokens_refuses_the_memory_that_a_checked_one_refuses(gpu: Gpu) -> None:
+    """It writes no cache, and yet is wrong whatever the number of tokens."""
+    block = 16 * 656
+    laid = partial(latents_in, 0, torch.zeros(2, 2 * block, dtype=torch.uint8))
+    for _ in range(2):
+        EVERY_OP["latents"](**laid(0, block))
+    assert (gpu.checked, gpu.launches) == (1, [])
     with pytest.raises(ValueError, match=r"^kv_cache: got memory that overlaps index_kv_cache"):
         EVERY_OP["latents"](**laid(block, block))
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
+from dsafuse import stopping
 from dsafuse.vllm import arms, demo, demo_view, plan
 
 CELL = demo.Cell("glm-5", "fp8")
@@ -107,7 +108,7 @@ def test_a_crashed_arm_shows_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch,
     for arm, problem in zip(("un-fused", "fused glm-5"), sorted(result.problems, reverse=True), strict=True):
         lines = problem.splitlines()
         assert lines[0] == f"the {arm} arm ended with exit code 3; the end of its log:"
-        assert (lines[-1], len(lines)) == ("out of luck", 1 + arms.LOG_LINES)
+        assert (lines[-1], len(lines)) == ("out of luck", 1 + stopping.TAIL_LINES)
 
 
 def test_an_arm_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

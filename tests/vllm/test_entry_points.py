@@ -138,15 +138,42 @@ def test_dense_models_are_taken_where_the_row_says_so(
     assert registered == [*dsafuse.vllm.ARCHITECTURES, *(dsafuse.vllm.DENSE_ARCHITECTURES if dense else ())]
 
 
-def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment has not been read. Every test has an override around it."""
+    from dsafuse.vllm import lazy  # noqa: F401 -- its import reads it
+
     monkeypatch.setattr(switches, "_process", None)
-    monkeypatch.setattr(switches, "overriding", lambda: None)  # every test has an override around it
+    monkeypatch.setattr(switches, "overriding", lambda: None)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
     monkeypatch.setenv("DSAFUSE_MODE", "stirct")
     dsafuse.vllm.register()
     assert said == [
         "dsafuse: not installed, vLLM's own code runs: DSAFUSE_MODE: got 'stirct', expected one of auto, off, strict."
     ]
     assert registered == []
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(("name", "value"), [("DSAFUSE_OPS", "mla,indexr"), ("DSAFUSE_PROVIDER", "tritn")])
+@pytest.mark.parametrize("mode", ["auto", "off", "strict"])
+def test_strict_with_another_wrong_switch_stops_dsa_models_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str], mode: str, name: str, value: str
+) -> None:
+    from dsafuse.vllm import lazy
+
+    monkeypatch.setenv("DSAFUSE_MODE", mode)
+    monkeypatch.setenv(name, value)
+    dsafuse.vllm.register()
+    (line,) = said
+    then = "a DSA model does not start" if mode == "strict" else "vLLM's own code runs"
+    assert line.startswith(f"dsafuse: not installed, {then}: {name}: got '{value}', expected ")
+    assert registered == (list(dsafuse.vllm.ARCHITECTURES) if mode == "strict" else [])
+    with pytest.raises(RuntimeError, match=f"DSAFUSE_MODE=strict, and not installed: {name}: got '{value}'"):
+        lazy._install()  # as its import does
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dsafuse.cli.app import app
 from dsafuse.vllm import checkpoints, foresee
-from tests.vllm.conftest import LLAMA
+from tests.vllm.conftest import LLAMA, dense
 
 
 def write(model: checkpoints.TinyModel, folder: Path) -> Path:
@@ -103,6 +103,34 @@ def test_a_model_without_such_layers_is_said_to_be_left_alone(tmp_path: Path) ->
     assert found["kinds"] == []
 
 
+UNTESTED = """
+import json, sys
+from dsafuse.vllm import foresee, host
+
+host.TESTED = ()
+print(json.dumps(foresee.foresee(sys.argv[1], "auto", {}, False)))
+"""
+
+
+@pytest.mark.parametrize("dsa", [False, True])
+def test_where_nothing_is_installed_strict_stops_a_dsa_model_and_no_other(dsa: bool, tmp_path: Path) -> None:
+    """What `test_entry_points` sees `register` do."""
+    (tmp_path / "config.json").write_text(json.dumps(checkpoints.DEEPSEEK_V32.config if dsa else LLAMA))
+    done = subprocess.run([sys.executable, "-c", UNTESTED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    (reason,) = found["not_installed"]
+    assert reason.startswith("vLLM and its platform must be one of those tested")
+    assert (found["kinds"], found["strict_raises"]) == ([], dsa)
+
+
+def test_a_dense_model_starts_where_it_is_not_fused_also_when_strict(tmp_path: Path) -> None:
+    folder = write(dense("model", architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3"), tmp_path / "m")
+    done = explain("--vllm", str(folder), DSAFUSE_MODE="strict")
+    assert "x dense MLA layer: mla: vLLM's own code (only provider split accepts" in done.stdout
+    assert (done.returncode, "would not start" in done.stdout) == (0, False), done.stderr
+
+
 def test_what_vllm_refuses_is_shown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["NoSuchModel"]}))
     done = explain("--vllm", str(tmp_path))
@@ -137,7 +165,7 @@ def test_without_vllm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["explain", "--vllm", str(folder)])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "--vllm: vLLM is not installed here, and its own classes are what is asked\n"
+    assert done.stderr == "--vllm: vllm is not installed, and its own classes are what is asked\n"
 
 
 def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ when the model is built: a plan is made once and frozen, and one refused kind of
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsafuse import installed
 from dsafuse.accuracy.evaluate import MODES, Cell
 from dsafuse.accuracy.model import Model
 from dsafuse.accuracy.paired import SIGNIFICANT, Paired, paired
@@ -85,9 +85,8 @@ class Compared:
 
 def why_not_here() -> str | None:
     """Why lm-eval can't be asked in this environment, or None."""
-    if importlib.util.find_spec("lm_eval") is None:
-        return "lm-eval is not installed here; `pip install 'lm-eval[api]>=0.4.11'` does it (the extra `eval`)"
-    return None
+    reason = installed.why_not("lm_eval")
+    return reason and f"{reason}; `pip install 'lm-eval[api]>=0.4.11'` does it (the extra `eval`)"
 
 
 def run(request: Request, doing: Doing = lambda text: None) -> list[Compared]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsafuse import installed
 from dsafuse.check.records import Row, Run
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ PANEL_INCHES = (4.1, 3.1)
 
 def why_not() -> str | None:
     """Why nothing can be drawn here."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed; pip install 'dsafuse[bench]' brings it"
-    return None
+    reason = installed.why_not("matplotlib")
+    return reason and f"{reason}; pip install 'dsafuse[bench]' brings it"
 
 
 def plot(run: Run, path: Path, heads: str | None = None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsafuse import installed
 from dsafuse.check import codegen as logic
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import one_of, op_names
@@ -35,8 +35,8 @@ def codegen(
     targets = [one_of("--target", name, COMPILED) for name in target.split(",")]
     ops = op_names(op.split(",") if op is not None else None)
     files.check_writable("--record", record)
-    if importlib.util.find_spec("triton") is None:
-        output.refuse("codegen needs triton, and it is not installed")
+    if reason := installed.why_not("triton"):
+        output.refuse(f"codegen needs triton: {reason}")
     from dsafuse.check.floors import Floors, write
 
     floors = files.read("--check", check, Floors.read) if check is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsafuse import switches
+from dsafuse import installed, switches
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import one_of, op_names
 from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
@@ -76,8 +75,8 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
             output.refuse(f"{option}: got {value}, but with --vllm it is what the vLLM that is installed here finds")
     if not (folder / "config.json").is_file():
         output.refuse(f"--vllm: got {folder}, expected a folder with a config.json")
-    if importlib.util.find_spec("vllm") is None:
-        output.complain("--vllm: vLLM is not installed here, and its own classes are what is asked")
+    if reason := installed.why_not("vllm"):
+        output.complain(f"--vllm: {reason}, and its own classes are what is asked")
         raise typer.Exit(1)
     from dsafuse.vllm import foresee
 
@@ -89,19 +88,15 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
     except foresee.Unforeseen as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    refused = found["not_installed"] or any(
-        not op["fused"] and not op["absent"] for kind in found["kinds"] for op in kind["ops"]
-    )
-    starts = not (switches.current().mode == "strict" and refused)
     if json:
         output.print_json({"model": str(folder), "kv_cache_dtype": word, "tp": tp, "mtp": mtp, **found})
     else:
-        _print_vllm(folder, word, tp, found, starts=starts)
-    if not starts:
+        _print_vllm(folder, word, tp, found)
+    if not found["starts"]:
         raise typer.Exit(1)
 
 
-def _print_vllm(folder: Path, word: str, tp: int, found: dict[str, Any], *, starts: bool) -> None:
+def _print_vllm(folder: Path, word: str, tp: int, found: dict[str, Any]) -> None:
     output.say(
         f"vLLM {found['vllm']} on {found['platform']}, {folder}, tp={tp}: activations {found['dtype']}, "
         f"--kv-cache-dtype {word}, block size {found['block_size']}"
@@ -111,10 +106,10 @@ def _print_vllm(folder: Path, word: str, tp: int, found: dict[str, Any], *, star
         output.say(f"left out: {name}, which no plan looks at: on a CPU vLLM lacks kernels for some formats of weights")
     for reason in found["not_installed"]:
         output.say(f"not installed: {reason}")
-    if not found["kinds"]:
-        output.say("no layer passes the plugin's hooks: vLLM's own code runs")
-    if not starts:
+    if not found["starts"]:
         output.say("DSAFUSE_MODE=strict: vLLM would not start with this model")
+    elif not found["kinds"]:
+        output.say("no layer passes the plugin's hooks: vLLM's own code runs")
     for kind in found["kinds"]:
         output.say("")
         output.say(f"{len(kind['layers'])} x {kind['says']} [first: {kind['layer']}]")

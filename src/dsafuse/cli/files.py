@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dsafuse.cli.output import refuse, refusing
+from dsafuse.cli.output import refuse, refusing, why
 
 T = TypeVar("T")
 
@@ -28,23 +28,28 @@ def read(option: str, path: Path, reader: Callable[[Path], T]) -> T:
         refuse(f"{option}: {text}" if text.startswith(f"{path}") else f"{option}: {path}: {text}")
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before there is anything to write."""
-    if path is None:
-        return
-    with refusing(f"{option}: {path}"):
+def why_not_writable(path: Path) -> str | None:
+    """Why a file could not be written, before there is anything to write; None if it could."""
+    try:
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
             folder = Path(os.path.realpath(path)).parent
             if not folder.is_dir():
-                refuse(f"{option}: {path}: there is no directory {folder}")
+                return f"there is no directory {folder}"
             tempfile.TemporaryFile(dir=folder).close()
-            return
+            return None
+    except OSError as error:
+        return why(error)
     if stat.S_ISDIR(mode):
-        refuse(f"{option}: {path}: is a directory, expected a file")
-    if not os.access(path, os.W_OK):
-        refuse(f"{option}: {path}: can't be written")
+        return "is a directory, expected a file"
+    return None if os.access(path, os.W_OK) else "can't be written"
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written."""
+    if path is not None and (reason := why_not_writable(path)):
+        refuse(f"{option}: {path}: {reason}")
 
 
 def check_types(path: Path, *records: Any) -> None:

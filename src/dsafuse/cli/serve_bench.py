@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from dsafuse import installed
 from dsafuse.check import plot as check_plot
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, natural, one_of, words
@@ -188,8 +188,8 @@ def _show(
 
 def _write_model(name: str, folder: Path, layers: int, heads: int, weights: str) -> None:
     one_of("--write-model", name, ("deepseek-v3.2",))
-    if importlib.util.find_spec("tokenizers") is None:
-        output.refuse("--write-model needs tokenizers, which comes with vLLM")
+    if reason := installed.why_not("tokenizers"):
+        output.refuse(f"--write-model needs tokenizers, which comes with vLLM: {reason}")
     from dsafuse.vllm import rank
 
     try:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from dsafuse.kernels.parameters import VECTOR_BYTES
-from dsafuse.ops.arguments import Memory, span_bytes
+from dsafuse.memory import Memory, span_bytes
 
 MOST_ADDRESSES = 16_384
 """Sets of addresses kept, at up to 1 KB each: 78 layers at some 200 token counts."""

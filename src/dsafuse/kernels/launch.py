@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsafuse import private
+from dsafuse import installed, private
 from dsafuse.dispatch import OpConfig, unsupported_format
 from dsafuse.kernels.addresses import Addresses
 from dsafuse.kernels.parameters import alignments, constants_of, launch_options, runtime_arguments
@@ -33,9 +32,7 @@ def why_not(config: OpConfig, target: Target) -> str | None:
 
 def why_not_here() -> str | None:
     """Why nothing can be launched on this machine."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return private.why_not("kernels")
+    return installed.why_not("triton") or private.why_not("kernels")
 
 
 def run(op: str, arguments: Arguments, config: Config) -> None:
@@ -75,11 +72,12 @@ def again(op: str, arguments: Arguments, config: Config, places: dict[str, int])
     from triton.runtime import driver
 
     positions = arguments["positions"]
+    tensors = {name: tensor for name in places if (tensor := arguments[name]) is not None}
+    fit = Addresses(tensors, places, OPS[op].own_memory, OPS[op].caches).fit
     if not len(positions):
-        return lambda _: True
+        return fit
     device, target = positions.device, Target.of(positions.device)
     plan = plan_of(target, config)
-    tensors = {name: tensor for name in places if (tensor := arguments[name]) is not None}
     runtime = runtime_arguments(op, arguments, config)
     kernel, constants = _kernel_of(op, arguments, config, target, plan, tensors, runtime)
     place_of, first = {}, [0] * (1 + max(places.values()))
@@ -87,7 +85,6 @@ def again(op: str, arguments: Arguments, config: Config, places: dict[str, int])
         place = place_of[id(tensor)] = places[name]
         first[place] = tensor.data_ptr()
     relaunch = kernel.launch(grid_of(arguments, config, plan)[0], (*runtime, *constants), place_of, len(first))
-    fit = Addresses(tensors, places, OPS[op].own_memory, OPS[op].caches).fit
     index, stream_of, hooks = device.index, driver.active.get_current_stream, launch_hooks()
 
     def launch_again(addresses: tuple[int, ...]) -> bool:

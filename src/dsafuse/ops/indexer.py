@@ -30,14 +30,12 @@ def _resolve(a: Arguments) -> Config:
     resolve.same_tokens(a, "q", "k")
     index_k = resolve.index_k(n)
     activation = resolve.activation_of(a, "q", "k")
-    resolve.together(a, "q", ("q_out", "weights_out"))
-    resolve.allocate(a, index_shapes(a), a["q"])
+    resolve.allocate(a, index_shapes(a), "q")
     return Config(activation, a["fp8_dtype"], rounding, index_q=index_q, index_k=index_k)
 
 
 @fused_op(
     resolve=_resolve,
-    apart=resolve.apart,
     outputs=index_shapes,
     output_names=("q_out", "weights_out"),
 )

@@ -24,14 +24,12 @@ def _resolve(a: Arguments) -> Config:
     resolve.same_tokens(a, "q_nope", "kv_c", "k_pe")
     activation = resolve.activation_of(a, "q_nope", "q_pe", "kv_c", "k_pe")
     latent_kv = resolve.latent_kv(n)
-    resolve.together(a, "q_nope", ("q_out",))
-    resolve.allocate(a, query_shapes(a), a["q_nope"])
+    resolve.allocate(a, query_shapes(a), "q_nope")
     return Config(activation, a["fp8_dtype"], rounding, latent_q=latent_q, latent_kv=latent_kv)
 
 
 @fused_op(
     resolve=_resolve,
-    apart=resolve.apart,
     outputs=query_shapes,
     output_names=("q_out",),
     derived=("q_dtype",),

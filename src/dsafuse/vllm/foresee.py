@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsafuse import switches
-from dsafuse.vllm import logger
+from dsafuse import stopping, switches
+from dsafuse.vllm import logger, routed
 
 ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -30,9 +30,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-ERROR_LINES = 12
 
 WEIGHT_FORMATS = ("quantization_config", "compression_config")
 """Where config.json says what weights hold. No plan looks at it, and a CPU lacks vLLM's kernels for some."""
@@ -43,7 +40,7 @@ class Unforeseen(Exception):
 
 
 def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict[str, Any]:
-    """What `foresee` finds, in a process of its own: vLLM's state is not for the caller's.
+    """What `foresee` finds, in a process of its own: vLLM's state is not for the caller's; and whether vLLM "starts".
 
     Raises ValueError if the model's heads can't be shared by `tp` ranks, Unforeseen if vLLM can't build the model.
     """
@@ -63,9 +60,9 @@ def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict
         check=False,
     )
     if done.returncode:
-        raise Unforeseen("\n".join(["vLLM could not build this model:", *done.stderr.splitlines()[-ERROR_LINES:]]))
+        raise Unforeseen(stopping.last_words("vLLM could not build this model", done.stderr))
     found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return {**found, "starts": not (found["strict_raises"] and switches.current().mode == "strict")}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -84,6 +81,9 @@ def _mode() -> dict[str, str]:
 def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool) -> dict[str, Any]:
     """Build the model and report: vLLM, platform, and one entry for each kind of layer, in the order of layers.
 
+    strict_raises: whether DSAFUSE_MODE=strict would not let it start. That is so where a layer is refused, and where
+    something is not installed, if `lazy` is asked for the model: `register` says so beside any other model, too.
+
     changes: to config.json. mtp: with a draft of the model's MTP layers.
     """
     import torch
@@ -99,6 +99,7 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
 
     said = _NotInstalled()
     logger.addHandler(said)
+    logger.setLevel(logging.INFO)  # from 0.32 on vLLM sets its own loggers' only when its plugins have spoken
     given = read_config(Path(model) / "config.json")
     left_out = [name for name in WEIGHT_FORMATS if name in given] if current_platform.is_cpu() else []
     config = EngineArgs(
@@ -123,6 +124,8 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
         kinds.setdefault(str(found), {"says": str(found), "layers": [], **found.as_dict()})["layers"].append(
             found.layer
         )
+    refused = any(map(plan.refusals, plan.PLANS.values()))
+    sent = config.model_config.architecture in routed("strict")
     return {
         "vllm": vllm.__version__,
         "platform": current_platform.device_type,
@@ -131,6 +134,7 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
         "block_size": config.cache_config.block_size,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "kinds": list(kinds.values()),
+        "strict_raises": refused or (sent and bool(said.reasons)),
     }
 
 

@@ -29,10 +29,16 @@ def _model_path() -> list[str]:
 _PATHS = {"wrapper": _wrapper_path, "model": _model_path}
 
 
+_STRICT = "DSAFUSE_MODE=strict, and not installed: "
+
+
 def _install() -> list[str]:
     """Install what applies here. Returns what is not installed and why, one sentence each."""
     problems: list[str] = []
-    mode = switches.current().mode
+    try:
+        mode = switches.current().mode
+    except ValueError as error:  # `register` sends nobody here then, but under strict
+        raise RuntimeError(f"{_STRICT}{error}") from error
     row = host.row()
     if isinstance(row, str):
         problems.append(row)
@@ -48,7 +54,7 @@ def _install() -> list[str]:
             return problems  # as chosen: vLLM's own model code, and nothing to report
         problems += [f"fused preparation: {text}" for text in _PATHS[row.path]()]
     if problems and mode == "strict":
-        raise RuntimeError("DSAFUSE_MODE=strict, and not installed: " + "; ".join(problems))
+        raise RuntimeError(_STRICT + "; ".join(problems))
     return problems
 
 

@@ -144,6 +144,9 @@ def document(plan: Plan) -> dict[str, Any]:
     }
 
 
+DENSE = "dense MLA layer"
+"""The kind of a layer without DeepSeek Sparse Attention."""
+
 # Every plan of this process, by layer name; of several engines in one process, the latest.
 PLANS: dict[str, Plan] = {}
 _SAID: set[str] = set()
@@ -169,14 +172,19 @@ def build(wrapper: Any, config: Any) -> LayerPlan:
     plan = LayerPlan(
         wrapper.mla_attn.layer_name, _kind(wrapper), mla, indexer, mla_call, indexer_call, together, uncleared
     )
-    keep(plan, strict=wrapper.is_sparse)
+    keep(plan)
     if plan.fused:
         gates.join_compilation(config, f"{plan} {mla_call} {indexer_call}")
     return plan
 
 
-def keep(plan: Plan, *, strict: bool) -> None:
-    """Keep a layer's plan in PLANS and say it once per kind. With strict, DSAFUSE_MODE=strict raises a refusal."""
+def refusals(plan: Plan) -> list[OpPlan]:
+    """What DSAFUSE_MODE=strict raises: of a DSA layer, every op that is refused."""
+    return [] if plan.kind == DENSE else [op for op in plan.ops if not op.fused and not op.absent]
+
+
+def keep(plan: Plan) -> None:
+    """Keep a layer's plan in PLANS and say it once per kind. DSAFUSE_MODE=strict raises the first of its refusals."""
     PLANS[plan.layer] = plan
     text = str(plan)
     if text not in _SAID:
@@ -185,12 +193,11 @@ def keep(plan: Plan, *, strict: bool) -> None:
         for op in plan.ops:
             if op.trace:
                 logger.info("dsafuse: %s", op.trace)
-    if strict and switches.current().mode == "strict":
-        for op in plan.ops:
-            if not op.fused and not op.absent:
-                raise RuntimeError(
-                    f"DSAFUSE_MODE=strict: {plan.layer}: {op.op} is not fused: {'; '.join(op.reasons)}\n{op.trace}"
-                )
+    if switches.current().mode == "strict":
+        for op in refusals(plan):
+            raise RuntimeError(
+                f"DSAFUSE_MODE=strict: {plan.layer}: {op.op} is not fused: {'; '.join(op.reasons)}\n{op.trace}"
+            )
 
 
 def kept(plan: Plan) -> bool:
@@ -207,7 +214,7 @@ def warn(text: str) -> None:
 
 def _kind(wrapper: Any) -> str:
     if not wrapper.is_sparse:
-        return "dense MLA layer"
+        return DENSE
     return "DSA layer" if wrapper.indexer is not None else "DSA layer with another layer's top-k"
 
 

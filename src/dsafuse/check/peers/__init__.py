@@ -8,7 +8,6 @@ take it. It is held to that before it is timed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,11 +71,6 @@ def peers() -> dict[str, Peer]:
 def needs_gpu() -> str | None:
     """The first thing that most peers lack."""
     return None if torch.cuda.is_available() else "it runs on a GPU, and torch sees none here"
-
-
-def installed(package: str) -> bool:
-    """Whether a package could be imported; nothing is imported."""
-    return importlib.util.find_spec(package) is not None
 
 
 def why_not_importable(module: str) -> str | None:

@@ -7,7 +7,6 @@ stood in for while this one kernel's files load. So the wheel `amd-aiter`, witho
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -16,9 +15,10 @@ from typing import Any
 
 import torch
 
+from dsafuse import installed
 from dsafuse.check.cases import MLA, Case
 from dsafuse.check.environment import version_of
-from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, standing_in
+from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, needs_gpu, standing_in
 from dsafuse.layouts import QUERY_DIM, ROPE_DIM
 
 PACKAGES = ("aiter", "aiter.ops", "aiter.ops.triton")
@@ -32,10 +32,8 @@ FUNCTION = "fused_qk_rope_cat_and_cache_mla"
 
 def available() -> str | None:
     """A GPU, and AITER with this function."""
-    if reason := needs_gpu():
+    if reason := needs_gpu() or installed.why_not("aiter"):
         return reason
-    if not installed("aiter"):
-        return "aiter is not installed"
     found = _found(bool(torch.version.hip))
     return found if isinstance(found, str) else None
 
@@ -57,8 +55,8 @@ def _found(whole: bool) -> Callable[..., Any] | str:
 
 def _packages() -> dict[str, ModuleType]:
     """AITER's packages as folders, nothing in them run."""
-    spec = importlib.util.find_spec("aiter")
-    assert spec is not None
+    spec = installed.spec_of("aiter")
+    assert not isinstance(spec, str)
     roots = list(spec.submodule_search_locations or ())
     packages = {}
     for name in PACKAGES:

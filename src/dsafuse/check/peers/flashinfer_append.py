@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from dsafuse import installed
 from dsafuse.check.cases import MLA, Case
 from dsafuse.check.environment import version_of
-from dsafuse.check.peers import Bound, Peer, installed, needs_gpu, why_not_importable
+from dsafuse.check.peers import Bound, Peer, needs_gpu, why_not_importable
 from dsafuse.layouts import LATENT_DIM, QUERY_DIM, ROPE_DIM
 
 PACKAGE = "flashinfer"
@@ -21,9 +22,7 @@ def available() -> str | None:
         return reason
     if torch.version.hip:
         return "FlashInfer is for CUDA"
-    if not installed(PACKAGE):
-        return "flashinfer is not installed"
-    if reason := why_not_importable("flashinfer.rope"):
+    if reason := installed.why_not(PACKAGE) or why_not_importable("flashinfer.rope"):
         return reason
     return None if hasattr(_rope(), "rope_quantize_fp8_append_paged_kv_cache") else f"{version()} lacks the function"
 

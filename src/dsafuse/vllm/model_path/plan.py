@@ -125,7 +125,7 @@ def _settle(functions: Functions) -> None:
         each.plan = made
         # The name of an earlier engine's layer may be another's by now.
         if before is None or kept(before):
-            keep(made, strict=True)
+            keep(made)
 
 
 def _plan(kinds: dict[Kind, OpPlan], refusals: dict[Kind, tuple[str, OpPlan]]) -> OpPlan:
