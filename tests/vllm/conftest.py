@@ -114,6 +114,8 @@ def write_checkpoints(directory: Path) -> Path:
 # One prompt at a time and 64 tokens a step: every prompt is prefilled in chunks, and the third finds its prefix.
 CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 1, "enable_chunked_prefill": True}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+# vLLM's example of one: when it is told to save, it takes a prompt's rows of that layer from the cache into a file.
+CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
 NOT_DSA = {name: {"model": name} for name in ("llama", "dense-v3", "dense-v2")}
 SERVED = {
     "v32": {"model": "v32"},
@@ -124,6 +126,7 @@ SERVED = {
     "glm, fp8_ds_mla": {"model": "glm", "kv_cache_dtype": "fp8_ds_mla"},
     "v32, all": {"model": "v32-all"},
     "glm, all": {"model": "glm-all"},
+    "v32, connected": {"model": "v32", **CONNECTOR},
 }
 # name: (script or module, environment, cells)
 RUNS: dict[str, tuple[list[str], dict[str, str], dict[str, dict[str, Any]]]] = {
@@ -181,17 +184,22 @@ START, PYTHON = subprocess.Popen, sys.executable
 INHERITED = {key: value for key, value in os.environ.items() if not key.startswith("DSAFUSE_")}
 
 
+def _cell(cell: dict[str, Any], checkpoints_at: Path, stored: Path) -> dict[str, Any]:
+    """As an arm takes it. stored: where a connector writes to."""
+    made = {"checkpoint": str(checkpoints_at / cell["model"]), **{k: v for k, v in cell.items() if k != "model"}}
+    if connector := cell.get("kv_transfer_config"):
+        made["kv_transfer_config"] = {**connector, "kv_connector_extra_config": {"shared_storage_path": str(stored)}}
+    return made
+
+
 def _serve(
-    name: str, checkpoints_at: Path, log: Path, began: Callable[[subprocess.Popen[str]], None]
+    name: str, checkpoints_at: Path, log: Path, stored: Path, began: Callable[[subprocess.Popen[str]], None]
 ) -> dict[str, Result]:
     command, environment, cells = RUNS[name]
     job = {
         "prompts": prompts(),
         "max_tokens": MAX_TOKENS,
-        "cells": [
-            {"checkpoint": str(checkpoints_at / cell["model"]), **{k: v for k, v in cell.items() if k != "model"}}
-            for cell in cells.values()
-        ],
+        "cells": [_cell(cell, checkpoints_at, stored) for cell in cells.values()],
     }
     with log.open("w") as stderr:
         process = START(
@@ -218,6 +226,7 @@ class Runs:
     def __init__(self) -> None:
         self.place = tempfile.TemporaryDirectory(prefix="dsafuse-runs-")
         self.logs = {name: Path(self.place.name) / f"{name}.log" for name in RUNS}
+        self.stored = {name: Path(self.place.name) / f"{name}, stored" for name in RUNS}
         self._processes: list[subprocess.Popen[str]] = []
         self._turns = threading.Semaphore(1)
         self._asked = self._ended = False
@@ -230,7 +239,7 @@ class Runs:
     def _serve(self, name: str) -> dict[str, Result]:
         directory = self.checkpoints.result()
         with self._turns:
-            return _serve(name, directory, self.logs[name], self._began)
+            return _serve(name, directory, self.logs[name], self.stored[name], self._began)
 
     def _began(self, process: subprocess.Popen[str]) -> None:
         self._processes.append(process)

@@ -35,6 +35,7 @@ def test_layers_of_a_model_share_and_two_engines_do_not() -> None:
 def test_the_memory_goes_with_the_last_layer() -> None:
     from dsafuse.vllm import buffers
 
+    gc.collect()  # of tests before
     before, engine = len(buffers._SHARED), config()
     made = query_buffer(engine, 4, torch.bfloat16)
     assert len(buffers._SHARED) == before + 1

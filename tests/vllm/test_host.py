@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from dsafuse import switches
 from dsafuse.vllm import host
 from dsafuse.vllm.host import Symbol
+from dsafuse.vllm.model_path import symbols
+from tests.vllm import taken
 
 
 def test_the_installed_vllm_differs_in_nothing() -> None:
@@ -94,11 +97,86 @@ def test_minor_versions(version: str, minor: str) -> None:
             Symbol("vllm.utils.torch_utils", "_encode_layer_name", ("layer_name",), source="0123456789abcdef"),
             r"_encode_layer_name has another body \(sha256 [0-9a-f]{16}, expected 0123456789abcdef\)",
         ),
+        # A platform answers with None where it lacks an attribute.
+        (Symbol("vllm.platforms", "current_platform.no_such_thing", ()), r"no_such_thing is missing \(it is None\)"),
+        (Symbol("vllm.envs", "VLLM_USE_BREAKABLE_CUDAGRAPH", ()), r"CUDAGRAPH is a bool, expected a function"),
     ],
 )
 def test_each_kind_of_difference_is_named(symbol: Symbol, difference: str) -> None:
     (found,) = host.differences((symbol,))
     assert re.search(difference, found)
+
+
+PROBED = {
+    # The call that scores has a probe of its own, without which it is not made.
+    **{
+        f"{minor}, wrapper": ("dsafuse.vllm.wrapper", (*table, *host.SCORING_SYMBOLS["0.26"]))
+        for minor, table in host.WRAPPER_SYMBOLS.items()
+    },
+    **{
+        f"{minor} on {platform}, model": ("dsafuse.vllm.model_path.hook", (*host.SHARED_SYMBOLS, *path.symbols))
+        for (minor, platform), path in symbols.PATHS.items()
+    },
+    "0.32, CPU": ("dsafuse.vllm.cpu.install", (*host.WRAPPER_SYMBOLS["0.32"], *host.CPU_SYMBOLS)),
+}
+
+
+@pytest.mark.parametrize("path", PROBED)
+def test_all_that_is_taken_from_vllm_is_probed(path: str) -> None:
+    """What is not would be an error in the middle of a model's building, in place of a line in the log."""
+    root, table = PROBED[path]
+    probed = {f"{symbol.module}.{symbol.name}" for symbol in table}
+    found = taken.of(root, "dsafuse.vllm.lazy:__getattr__", without=("dsafuse.vllm.lazy:_install",))
+    assert "vllm.platforms.current_platform.fp8_dtype" in found or root == "dsafuse.vllm.cpu.install"
+    missing = set()
+    for each in found:
+        holder, _, name = each.rpartition(".")
+        if each.startswith(taken.OPS):
+            known = any(symbol.endswith(f".{name}") for symbol in probed)
+        elif name.startswith("__"):
+            known = True
+        else:
+            known = each in probed or any(symbol.startswith(f"{each}.") for symbol in probed)
+            known = known or (holder in probed and builtin(holder))
+        if not known:
+            missing.add(each)
+    assert missing == set()
+
+
+def builtin(path: str) -> bool:
+    """Whether this object of vLLM's is one of Python's types, whose methods no vLLM can change."""
+    module, _, name = path.rpartition(".")
+    return type(getattr(importlib.import_module(module), name)).__module__ == "builtins"
+
+
+SOME = """
+import vllm.a as a
+from vllm.platforms import current_platform as platform
+from dsafuse.vllm import {name}_other as other
+def used():
+    from vllm import envs
+    def inner(): return envs.SWITCH, a.b.c(platform.kind)
+    return inner, other.reached
+def unused(): other.unreached
+TABLE = (used,)
+"""
+
+
+def test_what_is_taken_is_found_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {
+        "some": "from dsafuse.vllm.other import TABLE\nimport torch\nclass C:\n  def f(self): torch.ops.vllm.op(TABLE)",
+        "other": SOME.format(name="yet"),
+        "yet_other": "import vllm.x as x\nx.at_import()\ndef reached(): x.y\ndef unreached(): x.z",
+    }
+    for name, text in pages.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    ours = {f"dsafuse.vllm.{name}": tmp_path / f"{name}.py" for name in pages}
+    monkeypatch.setattr(taken, "_file", ours.get)
+    assert taken.of("dsafuse.vllm.some") == {
+        *("torch.ops.vllm.op", "vllm.a", "vllm.a.b.c", "vllm.envs", "vllm.envs.SWITCH"),
+        *("vllm.platforms.current_platform", "vllm.platforms.current_platform.kind"),
+        *("vllm.x", "vllm.x.at_import", "vllm.x.y"),
+    }
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.vllm.conftest import MAX_TOKENS, NOT_DSA, RUNS, SERVED, Runs, prompts
 
@@ -36,6 +37,20 @@ def test_every_step_of_the_fused_run_was_fused(runs: Runs, cell: str) -> None:
         assert result["calls"][op] == {"fused": times * steps, "fallback": 0}
     for said in ("together", "clears_topk"):
         assert [layer[said] for layer in result["plans"]] == [True, not shared, True]
+
+
+def test_a_kv_connector_finds_in_the_cache_what_vllms_own_code_writes(runs: Runs) -> None:
+    """The tokens are compared above. Of a token's 576 values this connector takes 64, none of them rotated."""
+    theirs, ours = (
+        {path.relative_to(runs.stored[run]): load_file(path)["kv_cache"] for path in runs.stored[run].rglob("*.*")}
+        for run in ("unfused", "fused")
+        if runs[run]
+    )
+    assert theirs.keys() == ours.keys()
+    assert sorted(len(values) for values in theirs.values()) == [64] * 3 + [128] * 3  # two prompts, three layers
+    for path, values in theirs.items():
+        assert torch.equal(values, ours[path]), path
+        assert values.all(), path
 
 
 def test_off_leaves_no_trace(runs: Runs) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -318,6 +320,41 @@ def test_vllm_026_attends_densely_up_to_the_number_of_chosen_tokens(
     assert case.ops._dense_tokens(case.layer, metadata) == expected
     case.layer._vllm_config.attention_config.sparse_mla_force_mqa = True
     assert case.ops._dense_tokens(case.layer, metadata) == 0
+
+
+def test_each_op_is_an_eager_break_with_the_kv_connector_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM says of its own: a connector's waiting and saving outside of the break would be recorded into a graph."""
+    from vllm.compilation import breakable_cudagraph
+    from vllm.model_executor.layers.attention import kv_transfer_utils
+
+    from dsafuse.vllm import layer_ops, torch_ops
+
+    broken: dict[Any, Any] = {}  # what is registered: what it breaks at
+
+    def recorder(body: Any) -> Any:
+        @functools.wraps(body)
+        def outermost(*args: Any) -> Any:
+            return body(*args)
+
+        broken[outermost] = body
+        return outermost
+
+    registered: dict[str, Any] = {}
+    monkeypatch.setattr(breakable_cudagraph, "eager_break_during_capture", recorder)
+    monkeypatch.setattr(torch_ops, "define", lambda name, body, *_, **__: registered.update({name: body}))
+    # The module once more, under another name: its ops are registered when it is imported.
+    found = importlib.util.spec_from_file_location("layer_ops_once_more", layer_ops.__file__)
+    assert found is not None
+    assert found.loader is not None
+    found.loader.exec_module(importlib.util.module_from_spec(found))
+    assert list(registered.values()) == list(broken)
+    told = {name: broken[body].__code__.co_filename == kv_transfer_utils.__file__ for name, body in registered.items()}
+    assert told == {
+        "qk_prepare": False,
+        "mla_attend": True,
+        "mla_prepare_and_attend": True,
+        "indexer_prepare": False,
+    }
 
 
 @pytest.mark.parametrize("op", ["mla_attend", "mla_prepare_and_attend"])

@@ -57,7 +57,10 @@ class Symbol:
     source: str | None = None
 
     def difference(self) -> str | None:
-        """In what the installed vLLM differs, as a sentence, or None."""
+        """In what the installed vLLM differs, as a sentence, or None.
+
+        None stands for nothing: vLLM's platforms answer with it where they lack an attribute.
+        """
         where = f"{self.module}.{self.name}"
         try:
             found: Any = importlib.import_module(self.module)
@@ -65,7 +68,11 @@ class Symbol:
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             return f"{where} is missing ({error})"
+        if found is None:
+            return f"{where} is missing (it is None)"
         if self.parameters is not None:
+            if not callable(found):
+                return f"{where} is a {type(found).__name__}, expected a function"
             parameters = tuple(inspect.signature(found).parameters)
             if parameters != self.parameters:
                 return f"{where} takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
@@ -102,14 +109,23 @@ def _reads(module: str, impl: str, source: str) -> Symbol:
     return Symbol(_BACKENDS + module, f"{impl}.forward_mqa", source=source)
 
 
-# How the plugin gets in, whatever the path: one row of vLLM's table of models is pointed at dsafuse.vllm.lazy.
-REGISTRY_SYMBOLS = (
+# On either path: one row of vLLM's table of models is pointed at dsafuse.vllm.lazy, and a layer's plan asks for the
+# platform and for its blocks.
+SHARED_SYMBOLS = (
     Symbol("vllm.model_executor.models.registry", "_VLLM_MODELS"),
     Symbol("vllm.model_executor.models.registry", "_resolve_module_name", ("mod_relname",)),
+    Symbol("vllm.platforms", "current_platform.device_type"),
+    Symbol("vllm.platforms", "current_platform.fp8_dtype", ()),
+    Symbol("vllm.platforms", "current_platform.is_cuda", ()),
+    Symbol("vllm.platforms", "current_platform.has_device_capability"),
+    # Takes a block size and a list of backends; later vLLMs also specs, which may be left out.
+    Symbol("vllm.v1.worker.utils", "select_common_block_size"),
+    Symbol("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", (), source="47414ec14161297f"),
+    Symbol("vllm.utils.deep_gemm", "__name__"),  # the module; what is asked for in it may be lacking
 )
 
 _EVERY_WRAPPER = (
-    *REGISTRY_SYMBOLS,
+    *SHARED_SYMBOLS,
     Symbol("vllm.model_executor.custom_op", "PluggableLayer.register_oot"),
     Symbol("vllm.model_executor.custom_op", "op_registry_oot"),
     Symbol(
@@ -137,9 +153,7 @@ _EVERY_WRAPPER = (
     # Our ops join splitting_ops, and the plan joins additional_config, which compute_hash reads.
     Symbol("vllm.config", "CompilationConfig.set_splitting_ops_for_v1"),
     Symbol("vllm.config", "VllmConfig.compute_hash"),
-    Symbol("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", (), source="47414ec14161297f"),
-    # Takes a block size and a list of backends; later vLLMs also specs, which may be left out.
-    Symbol("vllm.v1.worker.utils", "select_common_block_size"),
+    Symbol("vllm.envs", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
     Symbol(_LAYERS + "rotary_embedding.base", "RotaryEmbedding.forward_native", source="083c343f9bd4cb49"),
     Symbol(
         _LAYERS + "rotary_embedding.deepseek_scaling_rope",
@@ -275,6 +289,11 @@ CPU_SYMBOLS = (
     ),
     Symbol(_LAYERS + "attention.sparse_mla_attention", "SharedTopkIndicesBuffer.init_topk_indices_buffer"),
     Symbol("vllm.v1.attention.backend", "MLAAttentionImpl.forward_mqa"),
+    Symbol("vllm.v1.attention.backend", "AttentionBackend"),
+    Symbol("vllm.v1.attention.backend", "AttentionCGSupport.NEVER"),
+    Symbol("vllm.v1.attention.backend", "AttentionMetadata"),
+    Symbol("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
+    Symbol("vllm.v1.attention.backend", "MultipleOf"),
 )
 
 

@@ -25,7 +25,7 @@ def install(platform: str | None = None) -> list[str]:
     found = symbols.of(host.version(), platform or host.platform())
     if isinstance(found, str):
         return [found]
-    differences = host.differences(found.symbols)
+    differences = host.differences((*host.SHARED_SYMBOLS, *found.symbols))
     if differences:
         return differences
     from dsafuse.vllm.model_path import hook
