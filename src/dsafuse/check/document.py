@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,21 @@ def dump(path: Path, document: Any) -> None:
         part.unlink(missing_ok=True)
 
 
-def targets(path: Path) -> list[tuple[str, Any]]:
-    """The [[target]] entries of a TOML file, each with the words for its place. ValueError where there is none."""
+def targets(path: Path, known: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The [[target]] tables of a TOML file, each with the words for its place. ValueError for none, or another key."""
     try:
         entries = tomllib.loads(path.read_text()).get("target", [])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: got no [[target]], expected at least one")
-    return [(f"{path}, target {number}", entry) for number, entry in enumerate(entries, 1)]
+    found = [(f"{path}, target {number}", entry) for number, entry in enumerate(entries, 1)]
+    for where, entry in found:
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where}: got {entry!r:.60}, expected a table")
+        if unknown := sorted(set(entry) - set(known)):
+            raise ValueError(f"{where}: got {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
+    return found
 
 
 def _integer(digits: str) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from dsafuse.check import document
 from dsafuse.check.arms import arm_names
 from dsafuse.check.bench import FORMS, L2_STATES
+from dsafuse.check.bound import Bound
 from dsafuse.check.records import WRAPPER, Row, Run, named
 from dsafuse.registry import OPS
 
@@ -24,12 +25,9 @@ NEAR = 0.02
 HEAD_PAIR = re.compile("[1-9][0-9]*/[1-9][0-9]*")
 """Attention heads/indexer heads, as a row and a target have them."""
 
-PAGE = re.compile(r"[^#\s]+\.md#[^#\s]+")
-"""A heading of the docs, as `argued` names it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Bound):
     """One line of the table: what a metric has to be in every cell of a range."""
 
     op: str
@@ -38,8 +36,6 @@ class Target:
     """The first and the last token count that it speaks of."""
     l2: str
     metric: str
-    at_most: float | None = None
-    at_least: float | None = None
     form: str = WRAPPER
     """Of bench.FORMS."""
     arm: str = "fused"
@@ -47,36 +43,17 @@ class Target:
     """The other arm of a speedup."""
     parts: tuple[str, ...] = ()
     """The ops that do the same one after the other, for speedup_over_parts."""
-    held_to: float | None = None
-    """What a run must reach all the same where the bound can't be had; between the two a cell is argued."""
-    argued: str | None = None
-    """Where it is shown by measurement that the bound can't be had: a page of docs and its heading, page.md#heading."""
-
-    @property
-    def bound(self) -> str:
-        """As a sentence has it."""
-        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
-
-    def state(self, value: float) -> str:
-        """holds, argued or misses."""
-        if self._within(value, self.at_most if self.at_least is None else self.at_least):
-            return "holds"
-        return "argued" if self._within(value, self.held_to) else "misses"
 
     def is_near(self, value: float) -> bool:
         """Whether a value lies so near to a bound that it might lie on its other side the next time."""
         bounds = (self.at_most, self.at_least, self.held_to)
         return any(abs(value - bound) <= NEAR * abs(bound) for bound in bounds if bound is not None)
 
-    def _within(self, value: float, bound: float | None) -> bool:
-        return bound is not None and (value <= bound if self.at_least is None else value >= bound)
-
     def __str__(self) -> str:
         against = f" over {self.over}" if self.over else f" over {' + '.join(self.parts)}" if self.parts else ""
         first, last = self.tokens
-        held = "" if self.held_to is None else f" (held to {self.held_to:g}, {self.argued})"
         cells = f"{named(self.op, self.form)} {self.heads} T={first}..{last} {self.l2}, {self.arm}"
-        return f"{cells}: {self.metric}{against} {self.bound}{held}"
+        return f"{cells}: {self.metric}{against} {self.asked}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +76,14 @@ class Finding:
 
 def read_targets(path: Path) -> list[Target]:
     """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
-    return [_target(entry, where) for where, entry in document.targets(path)]
+    known = [f.name for f in fields(Target)]
+    return [_target(entry, where) for where, entry in document.targets(path, known)]
 
 
-def _target(entry: object, where: str) -> Target:
-    known = {f.name for f in fields(Target)}
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: got {entry!r:.60}, expected a table")
-    if unknown := sorted(set(entry) - known):
-        raise ValueError(f"{where}: got {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+def _target(entry: dict[str, Any], where: str) -> Target:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     try:
-        target = Target(**values)  # type: ignore[arg-type]
+        target = Target(**values)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
     choices = {"op": tuple(OPS), "metric": METRICS, "l2": L2_STATES, "arm": arm_names(), "form": tuple(FORMS)}
@@ -121,18 +94,7 @@ def _target(entry: object, where: str) -> Target:
         raise ValueError(f"{where}: got form={target.form!r}, expected one that {target.op} has")
     if not isinstance(target.heads, str) or not HEAD_PAIR.fullmatch(target.heads):
         raise ValueError(f"{where}: got heads={target.heads!r:.60}, expected a pair as 128/64")
-    for key in ("at_most", "at_least", "held_to"):
-        bound = getattr(target, key)
-        if bound is not None and not (type(bound) in (int, float) and 0 < bound <= sys.float_info.max):
-            raise ValueError(f"{where}: got {key}={bound!r:.60}, expected a positive number")
-    if (target.at_most is None) == (target.at_least is None):
-        raise ValueError(f"{where}: expected one of at_most and at_least")
-    if (target.held_to is None) != (target.argued is None):
-        raise ValueError(f"{where}: expected held_to and argued together")
-    if target.held_to is not None and target.state(target.held_to) == "holds":
-        raise ValueError(f"{where}: got held_to={target.held_to:g}, expected what misses {target.bound}")
-    if target.argued is not None and not (isinstance(target.argued, str) and PAGE.fullmatch(target.argued)):
-        raise ValueError(f"{where}: got argued={target.argued!r:.60}, expected page.md#heading")
+    target.validate(where)
     counts = target.tokens
     if not isinstance(counts, tuple) or len(counts) != 2 or not all(type(count) is int for count in counts):
         raise ValueError(f"{where}: got tokens={counts!r:.60}, expected the first and the last")

@@ -27,6 +27,7 @@ from dsafuse.check.bench import (
     form_of,
     label,
 )
+from dsafuse.check.bound import counted
 from dsafuse.check.cases import Case
 from dsafuse.check.environment import why_no_gpu
 from dsafuse.check.records import Row, Run, Unproven, named, origin
@@ -194,9 +195,7 @@ def _show(run: Run, targets: list[Target], *, as_json: bool, as_markdown: list[s
     for text in not_measured(findings):
         output.say(f"NOT MEASURED {text}")
     if targets:
-        states = [finding.state for finding in findings]
-        held, argued, unknown = (states.count(state) for state in ("holds", "argued", "not measured"))
-        output.say(f"targets by cell: {held} hold, {argued} argued, {len(missed)} missed, {unknown} not measured")
+        output.say(f"targets by cell: {counted([finding.state for finding in findings])}")
     return bool(missed)
 
 

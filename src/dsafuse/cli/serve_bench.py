@@ -11,6 +11,7 @@ import typer
 
 from dsafuse import installed
 from dsafuse.check import plot as check_plot
+from dsafuse.check.bound import counted
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import counts, natural, one_of, words
 from dsafuse.cli.engines import SERVED_KV_CACHE_DTYPES
@@ -26,7 +27,6 @@ MAX_CONCURRENCY = 4096
 MAX_REPEATS = 100
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SERVERS = ("auto", "together", "in-turn")
-STATES = {"holds": "hold", "misses": "missed", "not measured": "not measured"}
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -175,14 +175,12 @@ def _show(
             output.say(tables.markdown(record))
         else:
             _print(record)
-    for state in ("misses", "not measured"):
+    for state in ("misses", "argued", "not measured"):
         for finding in found:
             if finding.state == state:
                 output.say(f"{state.upper()} {finding}")
     if wanted:
-        states = [finding.state for finding in found]
-        counted = ", ".join(f"{states.count(state)} {word}" for state, word in STATES.items())
-        output.say(f"targets by cell: {counted}")
+        output.say(f"targets by cell: {counted([finding.state for finding in found])}")
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""Measurements against a table of targets: which cells hold, which miss, and which nobody has measured."""
+"""Measurements against a table of targets: which cells hold, are argued or miss, and which nobody has measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsafuse.check import document
+from dsafuse.check.bound import Bound
 from dsafuse.serving.record import BY_KEY, Record, compare
 
 AXES: Mapping[str, type] = {"heads": int, "weights": str, "kv_cache_dtype": str, "isl": int, "concurrency": int}
@@ -19,7 +20,7 @@ At = tuple[int, str | None, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Bound):
     """One line of the table: what the median ratio of a metric has to be in every combination of its lists.
 
     Ratios are above 1 where the plugin is better, for times and tokens/s alike. A combination of its lists that is not
@@ -29,7 +30,6 @@ class Target:
 
     metric: str
     """Of record.METRICS, by its key."""
-    at_least: float
     heads: tuple[int, ...] | None = None
     weights: tuple[str, ...] | None = None
     """Of serving.memory.weights: bf16, fp8."""
@@ -57,40 +57,34 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """holds, misses, or not measured."""
-        if self.ratio is None:
-            return "not measured"
-        return "holds" if self.ratio >= self.target.at_least else "misses"
+        """holds, argued, misses, or not measured."""
+        return "not measured" if self.ratio is None else self.target.state(self.ratio)
 
     def __str__(self) -> str:
         heads, weights, cache, isl, concurrency = self.at
         of = "" if weights is None else f"{weights} weights, "
         cell = f"H={heads}, {of}cache {cache}, ISL {isl}, concurrency {concurrency}"
         got = "" if self.ratio is None else f"got {self.ratio:.3f}, "
-        return f"{cell}: {BY_KEY[self.target.metric].name} ratio: {got}expected at least {self.target.at_least:g}"
+        return f"{cell}: {BY_KEY[self.target.metric].name} ratio: {got}expected {self.target.asked}"
 
 
 def read_targets(path: Path) -> list[Target]:
     """The targets of a TOML file, an array of tables called `target`. Raises ValueError for what it can't mean."""
-    return [_target(entry, where) for where, entry in document.targets(path)]
+    known = [f.name for f in fields(Target)]
+    return [_target(entry, where) for where, entry in document.targets(path, known)]
 
 
-def _target(entry: Any, where: str) -> Target:
-    known = sorted(f.name for f in fields(Target))
-    if not isinstance(entry, dict) or (unknown := sorted(set(entry) - set(known))):
-        got = ", ".join(unknown) if isinstance(entry, dict) else repr(entry)
-        raise ValueError(f"{where}: got {got}, expected some of {', '.join(known)}")
+def _target(entry: dict[str, Any], where: str) -> Target:
     if entry.get("metric") not in list(BY_KEY):
         raise ValueError(f"{where}: got metric={entry.get('metric')!r}, expected one of {', '.join(BY_KEY)}")
-    least = entry.get("at_least")
-    if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 < least < 100:
-        raise ValueError(f"{where}: got at_least={least!r}, expected a ratio")
     lists = {axis: entry[axis] for axis in AXES if axis in entry}
     for axis, values in lists.items():
         kind = AXES[axis]
         if not isinstance(values, list) or not values or not all(type(value) is kind for value in values):
             raise ValueError(f"{where}: got {axis}={values!r}, expected a list of {kind.__name__}")
-    return Target(metric=entry["metric"], at_least=least, **{axis: tuple(values) for axis, values in lists.items()})
+    target = Target(**{**entry, **{axis: tuple(values) for axis, values in lists.items()}})
+    target.validate(where)
+    return target
 
 
 def check(records: Sequence[Record], targets: Sequence[Target]) -> list[Finding]:
