@@ -6,10 +6,12 @@ import copy
 import importlib.util
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -154,6 +156,38 @@ def test_an_arm_that_starts_while_the_run_is_stopped_ends(monkeypatch: pytest.Mo
     finally:
         signal.signal(signal.SIGINT, before)
     assert [process.poll() for process in Stopped.started] == [-signal.SIGKILL] * 2
+
+
+ORPHAN = """
+import signal, sys
+from pathlib import Path
+from dsafuse.vllm import arms
+
+WAITS = "import time; from dsafuse.vllm import arm; arm.take_job(); print({}, flush=True); time.sleep(600)"
+one, other = (arms.Arm(name, {}, [], 0, {}, Path(sys.argv[1]) / name, command=("-c", WAITS)) for name in "ab")
+with one, other:
+    for arm in (one, other):
+        assert arm.events.get() == {}
+        print(arm.process.pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_arms_end_with_who_started_them_though_it_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        groups = [int(parent.stdout.readline()) for _ in "ab"]
+        assert all(map(stopping.running, groups))
+        parent.kill()
+    until = time.monotonic() + 5
+    try:
+        while any(map(stopping.running, groups)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not any(map(stopping.running, groups))
+    finally:
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 def text_of(result: demo.DemoResult) -> str:

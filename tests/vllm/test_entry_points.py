@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,13 +61,28 @@ print(layers, where, "dsafuse.vllm.lazy" in sys.modules, "vllm.model_executor.la
     assert run(code) == "[] {'dsafuse.vllm.lazy'} False False"
 
 
+class Heard(logging.Handler):
+    """What is logged, each line behind its level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the plugin logs. vLLM's logger passes nothing on to pytest's."""
-    lines: list[str] = []
-    log = lambda text, *args: lines.append(text % args)  # noqa: E731
-    monkeypatch.setattr(dsafuse.vllm, "logger", SimpleNamespace(info=log, exception=log, warning=log, error=log))
-    return lines
+    heard = Heard()
+    dsafuse.vllm.say_wrong.cache_clear()
+    monkeypatch.setattr(dsafuse.vllm.logger, "level", logging.INFO)
+    monkeypatch.setattr(dsafuse.vllm.logger, "_cache", {})
+    dsafuse.vllm.logger.addHandler(heard)
+    yield heard.lines
+    dsafuse.vllm.logger.removeHandler(heard)
+    dsafuse.vllm.say_wrong.cache_clear()
 
 
 def test_register_survives_an_error_and_logs_it(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -73,7 +91,7 @@ def test_register_survives_an_error_and_logs_it(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(dsafuse.vllm, "_route", fail)
     dsafuse.vllm.register()
-    assert said == ["dsafuse: could not register; vLLM's own code runs."]
+    assert said == ["ERROR dsafuse: not installed: RuntimeError: boom."]
     with switches.override(mode="strict"), pytest.raises(RuntimeError, match="boom"):
         dsafuse.vllm.register()
 
@@ -97,7 +115,8 @@ def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: li
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
     dsafuse.vllm.register()
     (line,) = said
-    assert line.startswith(f"dsafuse: not installed: {ANOTHER}")
+    # vLLM may not have set up its log yet: less than a warning would be lost.
+    assert line.startswith(f"WARNING dsafuse: not installed: {ANOTHER}")
     assert line.endswith("got 0.29.1 on cpu.")
     assert registered == []
 
@@ -126,7 +145,7 @@ def test_off_leaves_a_gpu_alone_and_says_so(
         assert said == []
     else:
         assert registered == []
-        assert said == ["dsafuse: not installed: DSAFUSE_MODE=off."]
+        assert said == ["INFO dsafuse: not installed: DSAFUSE_MODE=off."]
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -151,8 +170,10 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str]) -> None:
     monkeypatch.setenv("DSAFUSE_MODE", "stirct")
     dsafuse.vllm.register()
+    dsafuse.vllm.register()
     assert said == [
-        "dsafuse: not installed, vLLM's own code runs: DSAFUSE_MODE: got 'stirct', expected one of auto, off, strict."
+        "ERROR dsafuse: not installed, vLLM's own code runs: "
+        "DSAFUSE_MODE: got 'stirct', expected one of auto, off, strict."
     ]
     assert registered == []
 
@@ -163,16 +184,22 @@ def test_a_wrong_mode_is_one_line(monkeypatch: pytest.MonkeyPatch, said: list[st
 def test_strict_with_another_wrong_switch_stops_dsa_models_and_no_other(
     monkeypatch: pytest.MonkeyPatch, said: list[str], registered: list[str], mode: str, name: str, value: str
 ) -> None:
-    from dsafuse.vllm import lazy
+    from vllm.models import deepseek_v32
+
+    from dsafuse.vllm import lazy, model_path
 
     monkeypatch.setenv("DSAFUSE_MODE", mode)
     monkeypatch.setenv(name, value)
+    monkeypatch.setattr(model_path, "install", lambda: pytest.fail("installed"))
     dsafuse.vllm.register()
+    error = f"DSAFUSE_MODE=strict, and not installed: {name}: got '{value}'"
+    with pytest.raises(RuntimeError, match=error) if mode == "strict" else nullcontext():  # which an option may name
+        assert model_path.DeepseekV32ForCausalLM is deepseek_v32.DeepseekV32ForCausalLM
     (line,) = said
     then = "a DSA model does not start" if mode == "strict" else "vLLM's own code runs"
-    assert line.startswith(f"dsafuse: not installed, {then}: {name}: got '{value}', expected ")
+    assert line.startswith(f"ERROR dsafuse: not installed, {then}: {name}: got '{value}', expected ")
     assert registered == (list(dsafuse.vllm.ARCHITECTURES) if mode == "strict" else [])
-    with pytest.raises(RuntimeError, match=f"DSAFUSE_MODE=strict, and not installed: {name}: got '{value}'"):
+    with pytest.raises(RuntimeError, match=error):
         lazy._install()  # as its import does
 
 

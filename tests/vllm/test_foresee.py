@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import dsafuse.vllm
+from dsafuse import switches
 from dsafuse.cli.app import app
-from dsafuse.vllm import checkpoints, foresee
+from dsafuse.vllm import checkpoints, foresee, plan
 from tests.vllm.conftest import LLAMA, dense
 
 
@@ -98,9 +103,107 @@ def test_a_draft_is_foreseen_with_its_layer(tmp_path: Path) -> None:
 
 
 def test_a_model_without_such_layers_is_said_to_be_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    """Its tower for images moves weights when it is built."""
+    text = dense("model", model_type="kimi_k2").config
+    shell = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({**shell, "text_config": text}))
     found = foresee.ask(tmp_path, "auto", 1)
     assert found["kinds"] == []
+
+
+@pytest.mark.parametrize("touch", ["m.to('cpu')", "m.weight.sum().item()"])
+def test_a_class_that_needs_weights_is_not_said_to_be_refused_by_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, touch: str
+) -> None:
+    python = tmp_path / "python"
+    code = f"import torch; m = torch.nn.Linear(1, 1, device='meta'); {touch}"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    python.chmod(0o755)
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(foresee.Unforeseen, match=r"^not foreseen: vLLM's class of this model needs weights when"):
+        foresee.ask(folder, "auto", 1)
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What stands for vLLM's config, built without a layer. The folder's config.json is not looked at."""
+    write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    made = SimpleNamespace(
+        folder=str(tmp_path / "model"),
+        cache_config=SimpleNamespace(block_size=64),
+        model_config=SimpleNamespace(architecture="DeepseekV32ForCausalLM", dtype="torch.bfloat16"),
+    )
+    monkeypatch.setattr(plan, "PLANS", {})
+    monkeypatch.setattr(foresee, "_build", lambda *_: made)
+    monkeypatch.setattr(dsafuse.vllm.logger, "handlers", [])
+    return made
+
+
+def foreseen(built: SimpleNamespace) -> tuple[list[str], bool]:
+    found = foresee.foresee(built.folder, "auto", {}, False)
+    return found["not_installed"], found["strict_raises"]
+
+
+@pytest.mark.parametrize(
+    ("value", "reasons"),
+    [
+        (None, []),
+        ("foo,dsafuse", []),
+        ("foo,bar", ["VLLM_PLUGINS is 'foo,bar', which leaves dsafuse out"]),
+        ("", ["VLLM_PLUGINS is '', which leaves dsafuse out"]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_plugin_that_vllm_leaves_out_stops_no_model(
+    built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, value: str | None, reasons: list[str]
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+    with switches.override(mode=mode):
+        assert foreseen(built) == (reasons or ["DSAFUSE_MODE=off"] * (mode == "off"), mode == "off" and not reasons)
+
+
+def test_a_plugin_without_an_entry_point_is_said(built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.plugins
+
+    monkeypatch.setattr(vllm.plugins, "load_plugins_by_group", lambda group: {})
+    assert foreseen(built) == (["vLLM finds no entry point of dsafuse's, which pip install makes"], False)
+
+
+def test_where_register_fails_strict_stops_every_model(built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `test_entry_points` sees `register` do."""
+
+    def fail(mode: str) -> str | None:
+        raise RuntimeError("boom")
+
+    def build(*_: object) -> Any:
+        dsafuse.vllm.register()
+        return built
+
+    built.model_config.architecture = "LlamaForCausalLM"
+    monkeypatch.setattr(dsafuse.vllm, "_route", fail)
+    monkeypatch.setattr(foresee, "_build", build)
+    assert foreseen(built) == (["RuntimeError: boom"], True)
+    with switches.override(mode="strict"), pytest.raises(RuntimeError, match="boom"):
+        dsafuse.vllm.register()
+
+
+def test_what_is_not_installed_is_heard_at_the_level_before_vllm_sets_its_own(
+    built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object) -> Any:
+        dsafuse.vllm.register()
+        return built
+
+    monkeypatch.setattr(dsafuse.vllm.logger, "level", logging.WARNING)
+    monkeypatch.setattr(dsafuse.vllm.logger, "_cache", {})
+    monkeypatch.setattr(dsafuse.vllm.host, "TESTED", ())
+    monkeypatch.setattr(foresee, "_build", build)
+    (reason,), raises = foreseen(built)
+    assert reason.startswith("vLLM and its platform must be one of those tested ")
+    assert raises
 
 
 UNTESTED = """
@@ -132,11 +235,23 @@ def test_a_dense_model_starts_where_it_is_not_fused_also_when_strict(tmp_path: P
 
 
 def test_what_vllm_refuses_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["NoSuchModel"]}))
-    done = explain("--vllm", str(tmp_path))
+    """Beside it what is not installed, since that may be why: vLLM alone has no sparse attention on CPUs."""
+    folder = write(checkpoints.DEEPSEEK_V32, tmp_path / "model")
+    done = explain("--vllm", str(folder), VLLM_PLUGINS="foo", DSAFUSE_MODE="strict")
     assert done.returncode == 1
-    assert "vLLM could not build this model" in done.stderr
-    assert "NoSuchModel" in done.stderr
+    assert done.stderr.startswith(
+        "vLLM could not build this model (RuntimeError: not installed: VLLM_PLUGINS is 'foo', "
+        "which leaves dsafuse out; then NotImplementedError: Sparse Attention is not supported on CPU.); the end "
+    )
+
+
+def test_what_vllm_refuses_is_shown_as_it_is(built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(foresee, "_build", refuse)
+    with pytest.raises(ValueError, match=r"^no such model$"):
+        foresee.foresee(built.folder, "auto", {}, False)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +266,11 @@ def test_what_vllm_refuses_is_shown(tmp_path: Path) -> None:
         (
             ("--target", "sm_90"),
             "--target: got sm_90, but with --vllm it is what the vLLM that is installed here finds",
+        ),
+        (("--mtp",), "--mtp: got num_nextn_predict_layers None in config.json, expected 1 or more"),
+        (
+            ("--kv-cache-dtype", "nonsense"),
+            "--kv-cache-dtype: got 'nonsense', expected one of auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla",
         ),
     ],
 )
@@ -181,8 +301,17 @@ def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
     [
         ("[]", (), "--vllm: {}: got list, expected a JSON object"),
         ("{", (), "--vllm: {}: Expecting property name"),
-        ('{"num_attention_heads": "32"}', ("--tp", "2"), "--tp: got 2, expected a divisor of 32 heads"),
-        ("{}", ("--tp", "2"), "--tp: got 2, expected a divisor of None heads"),
+        *(
+            (json.dumps({name: value}), (), f"--vllm: {{}}: {name}: got {value!r}, expected a positive integer")
+            for name in foresee.COUNTS
+            for value in (0, -1, "32", 2.0, None, True)
+        ),
+        ("{}", ("--tp", "2"), "--tp: got 2, expected num_attention_heads in config.json, which it divides"),
+        (
+            '{"architectures": ["GlmMoeDsaForCausalLM"], "num_nextn_predict_layers": 0}',
+            ("--mtp",),
+            "--mtp: got num_nextn_predict_layers 0 in config.json, expected 1 or more",
+        ),
     ],
 )
 def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str, arguments: tuple[str, ...], says: str) -> None:

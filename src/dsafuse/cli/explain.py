@@ -12,7 +12,7 @@ import typer
 from dsafuse import installed, switches
 from dsafuse.cli import files, output
 from dsafuse.cli.arguments import one_of, op_names
-from dsafuse.cli.engines import KV_CACHE_DTYPES, Meaning, meanings
+from dsafuse.cli.engines import KV_CACHE_DTYPES, SERVED_KV_CACHE_DTYPES, Meaning, meanings
 from dsafuse.dispatch import PROVIDERS, Accepted, Decision, Rejected
 from dsafuse.layouts import INDEXER_LAYOUTS, MLA_LAYOUTS, CacheLayout
 from dsafuse.models import MODELS, ModelShape
@@ -73,6 +73,7 @@ def _vllm(folder: Path, word: str, tp: int, others: tuple[object, ...], *, mtp: 
     for option, value in zip(("--target", "--model", "--block-size"), others):
         if value is not None:
             output.refuse(f"{option}: got {value}, but with --vllm it is what the vLLM that is installed here finds")
+    one_of("--kv-cache-dtype", word, SERVED_KV_CACHE_DTYPES)
     if not (folder / "config.json").is_file():
         output.refuse(f"--vllm: got {folder}, expected a folder with a config.json")
     if reason := installed.why_not("vllm"):

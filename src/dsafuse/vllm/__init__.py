@@ -11,6 +11,7 @@ Importing this module does not import vLLM.
 
 import logging
 import os
+from functools import cache
 
 from dsafuse import switches
 
@@ -44,27 +45,42 @@ def register() -> None:
     breakable CUDA graphs when `layers.mla` is imported, from a variable that VllmConfig sets later.
 
     An exception out of here would end the engine, whatever model it serves. So there is none, but for
-    DSAFUSE_MODE=strict where vLLM's table of models could not be written to. Where it is another switch that has a
-    wrong value, strict still sends the DSA architectures to `lazy`, which raises it.
+    DSAFUSE_MODE=strict where vLLM could not be asked, or its table of models not be written to: no DSA model could be
+    told from others then. Where it is another switch that has a wrong value, strict still sends the DSA architectures
+    to `lazy`, which raises it.
+
+    From 0.32 on this may run before vLLM has set up its log: only warnings and errors are sure to be seen.
     """
-    try:
-        mode = switches.current().mode
-    except ValueError as error:
-        strict = os.environ.get("DSAFUSE_MODE") == "strict"
-        then = "a DSA model does not start" if strict else "vLLM's own code runs"
-        logger.error("dsafuse: not installed, %s: %s.", then, error)
-        if strict:
+    mode, wrong = chosen()
+    if wrong is not None:
+        say_wrong(mode, wrong)
+        if mode == "strict":
             _send(ARCHITECTURES)
         return
     try:
         reason = _route(mode)
-    except Exception:
+    except Exception as error:
         if mode == "strict":
             raise
-        logger.exception("dsafuse: could not register; vLLM's own code runs.")
+        logger.exception("dsafuse: not installed: %s: %s.", type(error).__name__, error)
         return
     if reason is not None:
-        logger.info("dsafuse: not installed: %s.", reason)
+        logger.log(logging.INFO if mode == "off" else logging.WARNING, "dsafuse: not installed: %s.", reason)
+
+
+def chosen() -> tuple[str, str | None]:
+    """The mode, and what is wrong: where a switch has a wrong value "strict" stays, and any other mode is "off"."""
+    try:
+        return switches.current().mode, None
+    except ValueError as error:
+        return "strict" if os.environ.get("DSAFUSE_MODE") == "strict" else "off", str(error)
+
+
+@cache
+def say_wrong(mode: str, wrong: str) -> None:
+    """That a switch has a wrong value: one line of error in a process, whoever asks."""
+    then = "a DSA model does not start" if mode == "strict" else "vLLM's own code runs"
+    logger.error("dsafuse: not installed, %s: %s.", then, wrong)
 
 
 def routed(mode: str) -> tuple[str, ...] | str:

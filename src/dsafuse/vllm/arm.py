@@ -2,18 +2,20 @@
 
     python -m dsafuse.vllm.arm < job.json
 
-The job on standard input is {"prompts": [[...]], "max_tokens": n, "sampling": {...}, "interpret_up_to": n, "cells":
-[{"checkpoint": path, "kv_cache_dtype": "auto"}, ...]}. Further keys of a cell are passed to `vllm.LLM`, those of
-sampling, which may be left out, to `vllm.SamplingParams`; interpret_up_to is explained at the function of that name.
+The job, a line on standard input, is {"prompts": [[...]], "max_tokens": n, "sampling": {...}, "interpret_up_to": n,
+"cells": [{"checkpoint": path, "kv_cache_dtype": "auto"}, ...]}. Further keys of a cell are passed to `vllm.LLM`, those
+of sampling, which may be left out, to `vllm.SamplingParams`; interpret_up_to is explained at the function of that name.
 Standard output carries one JSON object a line, and nothing else; vLLM's log goes to standard error. DSAFUSE_* decide
 what kind of arm it is; the rest of ENVIRONMENT must be set by who starts the process, since torch reads its number of
-threads when it is imported.
+threads when it is imported. Who starts it as the leader of a session keeps standard input open until it has ended.
 """
 
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -152,12 +154,30 @@ def interpret_up_to(tokens: int) -> Iterator[dict[str, int]]:
         provider.run = kernels  # type: ignore[attr-defined]
 
 
+def take_job() -> Any:
+    """The job on standard input. The leader of a session ends, with all of its group, when standard input does.
+
+    A signal to the group of who started it does not reach it, and who is killed by one can't end it.
+    """
+    job = json.loads(sys.stdin.readline())
+    if os.getsid(0) == os.getpid():
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    return job
+
+
+def _end_with_input() -> None:
+    # Not by sys.stdin: at its end Python waits for whoever reads there.
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve the cells of the job on standard input, one after the other."""
     # Libraries print; what they print must not land between the events.
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    job = json.load(sys.stdin)
+    job = take_job()
     limit, sampling = job.get("interpret_up_to"), job.get("sampling", {})
     for number, cell in enumerate(job["cells"]):
 

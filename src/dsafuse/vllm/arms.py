@@ -60,7 +60,7 @@ class Arm(Generic[C]):
         settings: environment variables that make the arm what it is.
         log: where vLLM's log goes.
         sampling, interpret_up_to: further parts of the job, see `dsafuse.vllm.arm`.
-        command: what Python runs; it must do as `dsafuse.vllm.arm` does.
+        command: what Python runs; it must do as `dsafuse.vllm.arm` does, and take its job by `arm.take_job`.
     """
 
     def __init__(
@@ -114,11 +114,16 @@ class Arm(Generic[C]):
         stopping.end(self.process)
 
     def _write(self) -> None:
-        """The job, which a pipe does not hold: who imports vLLM, or hangs there, does not read yet."""
+        """The job, which a pipe does not hold: who imports vLLM, or hangs there, does not read yet.
+
+        Behind it the pipe stays open as long as both live: by its end the arm learns that we were killed.
+        """
         assert self.process.stdin is not None
         # A process that is dead already takes no job; its exit code and its log say why.
         with suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(self._job)
+            stdin.write(self._job + "\n")
+            stdin.flush()
+            self.process.wait()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -7,8 +7,7 @@ serves no DSA model never imports it. The classes are vLLM's own.
 import importlib
 from typing import Any
 
-from dsafuse import switches
-from dsafuse.vllm import ARCHITECTURES, DENSE_ARCHITECTURES, host, logger
+from dsafuse.vllm import ARCHITECTURES, DENSE_ARCHITECTURES, chosen, host, logger
 
 
 def _wrapper_path() -> list[str]:
@@ -35,10 +34,9 @@ _STRICT = "DSAFUSE_MODE=strict, and not installed: "
 def _install() -> list[str]:
     """Install what applies here. Returns what is not installed and why, one sentence each."""
     problems: list[str] = []
-    try:
-        mode = switches.current().mode
-    except ValueError as error:  # `register` sends nobody here then, but under strict
-        raise RuntimeError(f"{_STRICT}{error}") from error
+    mode, wrong = chosen()
+    if wrong is not None:  # `register` sends nobody here then, but under strict
+        raise RuntimeError(f"{_STRICT}{wrong}")
     row = host.row()
     if isinstance(row, str):
         problems.append(row)

@@ -37,18 +37,21 @@ def __getattr__(name: str) -> Any:
     """The class of `vllm.models.deepseek_v32`, its functions replaced.
 
     For `model_class_overrides`, where vLLM's default is another model, as it is in 0.26.
-    Raises RuntimeError with the reasons if DSAFUSE_MODE=strict and they can't be.
+    Raises RuntimeError with the reasons if DSAFUSE_MODE=strict and they can't be, or if another switch has a wrong
+    value beside it; in other modes that is an error in the log, and the functions are vLLM's own.
     """
-    from dsafuse import switches
-    from dsafuse.vllm import ARCHITECTURES, logger
+    from dsafuse.vllm import ARCHITECTURES, chosen, logger, say_wrong
 
     if name not in ARCHITECTURES:
         raise AttributeError(name)
-    mode = switches.current().mode
-    problems = [] if mode == "off" else install()
+    mode, wrong = chosen()
+    problems = [wrong] if wrong else [] if mode == "off" else install()
     if problems and mode == "strict":
         raise RuntimeError("DSAFUSE_MODE=strict, and not installed: " + "; ".join(problems))
     for problem in problems:
-        logger.warning("dsafuse: not installed: %s.", problem)
+        if problem == wrong:
+            say_wrong(mode, problem)
+        else:
+            logger.warning("dsafuse: not installed: %s.", problem)
     # One class serves both architectures.
     return importlib.import_module("vllm.models.deepseek_v32").DeepseekV32ForCausalLM
