@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dsafuse import installed
+
 OPTIONAL = ("vllm", "safetensors", "transformers", "tokenizers", "datasets", "matplotlib", "lm_eval", "aiohttp")
 BARE = f"""
 import sys
@@ -36,3 +38,10 @@ def test_a_command_does_its_work_or_says_what_is_not_there(command: list[str], c
     if code:
         assert len(done.stderr.splitlines()) == 1
         assert "vllm is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["no_such_package", "no_such_package.part", "sys.part"])
+def test_what_stands_behind_a_dot_is_asked_for_too(package: str) -> None:
+    why = installed.why_not(package)
+    assert why is not None
+    assert why.startswith(f"{package} is not installed")

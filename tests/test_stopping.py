@@ -164,6 +164,10 @@ def test_a_zombie_is_no_process_that_runs() -> None:
         ("    except ImportError:", None),
         ('    raise ValueError("no")', None),
         ("ERROR: no", None),
+        ("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}", None),
+        ("Exception: WorkerProc initialization failed. See stack trace for root cause.", None),
+        ('INFO: "POST / HTTP/1.1" 500 Internal Server Error', None),
+        ("ValueError: ", None),
     ],
 )
 def test_the_last_error_of_a_log_is_found_behind_whatever_stands_before_it(line: str, error: str | None) -> None:
@@ -174,6 +178,7 @@ def test_the_last_error_of_a_log_is_found_behind_whatever_stands_before_it(line:
         *log[-stopping.TAIL_LINES :],
     ]
     assert stopping.last_words("it ended", "nothing").splitlines()[0] == "it ended; the end of its log:"
+    assert len(stopping.last_words("it ended", "x" * 10_000)) < 2 * stopping.LINE_CHARACTERS
 
 
 def test_a_child_that_a_signal_ended_is_said_to_be() -> None:

@@ -230,7 +230,8 @@ class Op(Generic[P, R]):
         def fake(*args: Any, **kwargs: Any) -> None:
             # It returns nothing, so that there is no shape to work out. But this is the last to see who shares memory:
             # torch.compile may run the op on a copy of each output, and lose what one leaves in another.
-            # Scales are left to the call when it runs: one that nothing needs may lie anywhere.
+            # Scales are not looked at: one that nothing needs may lie anywhere. Of one that is needed, and overlaps, a
+            # backend reads what it was before the call.
             arguments = signature.bind(*args, **kwargs).arguments
             seen = {name: value for name, value in arguments.items() if name not in ("q_scale", "k_scale")}
             expect_disjoint_views(*self._written_and_read(seen))

@@ -23,7 +23,11 @@ TAIL_LINES = 20
 """Of a log, shown where a process ended badly."""
 
 # At the end of a line, or with words behind it; behind a name, a rank or a time that a logger has put before it.
-_ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)(?:: .*|$))")
+_ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception): \S.*|[\w.]*\w(?:Error|Exception)$)")
+# What processes say that were waiting for the one that failed; vLLM's.
+_POINTS_ELSEWHERE = re.compile(r"[Ss]ee .*root cause")
+LINE_CHARACTERS = 1000
+"""Of a line that is shown, at most."""
 
 Handler = Callable[[int, Any], object]
 
@@ -100,8 +104,8 @@ def last_words(what: str, said: str, log: object = "its log") -> str:
 
     Libraries have more to say when a process ends: what it died of may stand far above.
     """
-    lines = said.splitlines()
-    errors = [found[1] for line in lines if (found := _ERROR.search(line))]
+    lines = [line[:LINE_CHARACTERS] for line in said.splitlines()]
+    errors = [found[1] for line in lines if (found := _ERROR.search(line)) and not _POINTS_ELSEWHERE.search(line)]
     why = f" ({errors[-1]})" if errors else ""
     return "\n".join([f"{what}{why}; the end of {log}:", *lines[-TAIL_LINES:]])
 

@@ -76,10 +76,14 @@ def bench(model: Path, tmp_path: Path, facts: dict[str, Any], monkeypatch: pytes
         ),
         *(
             (
-                ("--load-format", "dummy-scaled", "--extra", f"{option} fp8"),
-                f"--extra: has {option}, and --load-format dummy-scaled fills what config.json says",
+                ("--extra", f"{option} fp8"),
+                f"--extra: has {option}, expected none: config.json says how weights are quantised",
             )
-            for option in ("--quantization", "-q")
+            for option in ("--quantization", "-q", "-qfp8")
+        ),
+        *(
+            ((option, value), f"{option}: needs --write-model; a folder's own config.json says what it has")
+            for option, value in (("--weights", "fp8"), ("--heads", "7"), ("--layers", "99"))
         ),
     ],
 )

@@ -154,8 +154,11 @@ if kind == "meta":
 elif kind == "scales":
     layer.weight = parameter(256, 256, dtype=torch.float8_e4m3fn)
     layer.weight_scale_inv = parameter(*value, dtype=torch.float32)
-elif kind == "no block":
-    layer.weight_block_size = None
+elif kind == "integers":
+    layer.weight = parameter(256, 256, dtype=torch.float8_e4m3fn)
+    layer.weight_scale_inv = parameter(*value, dtype=torch.int32)
+elif kind == "block":
+    layer.weight_block_size = value
     layer.weight = parameter(256, 256, dtype=torch.float8_e4m3fn)
     layer.weight_scale_inv = parameter(2, 2, dtype=torch.float32)
 else:
@@ -175,8 +178,12 @@ except ValueError as error:
         ("packed", "uint8", "of fewer than 16 bits, and there is no proj.weight_scale_inv"),
         ("packed", "int32", "integers that are weights are packed"),
         ("meta", None, "it has no memory yet"),
-        ("scales", [2, 1], "expected scales [2, 2], got [2, 1]"),
-        ("no block", None, "expected matrices of torch.float8_e4m3fn, got blocks of None"),
+        ("scales", [2, 1], "expected floating-point scales [2, 2], got [2, 1]"),
+        ("integers", [2, 2], "expected floating-point scales [2, 2], got [2, 2], torch.int32 on cpu"),
+        *(
+            ("block", block, f"expected contiguous matrices of torch.float8_e4m3fn, got blocks of {block!r}")
+            for block in (None, [128], [0, 128], "128", 128)
+        ),
     ],
 )
 def test_weights_that_nothing_is_known_of_are_named(kind: str, value: object, says: str) -> None:

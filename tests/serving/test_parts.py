@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,22 @@ def test_a_rank_of_fp8_is_the_same_but_for_how_weights_are_held(heads: int) -> N
     plain, blocks = (rank.config(heads, 2, weights) for weights in rank.WEIGHTS)
     assert blocks == {**plain, "quantization_config": rank.FP8_BLOCKS}
     assert [memory.weights(one) for one in (plain, blocks)] == ["bf16", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "weights"),
+    [
+        ({}, (), "bf16"),
+        ({"torch_dtype": "float32"}, (), "fp32"),
+        ({"dtype": "torch.float16"}, ("--dtype", "auto"), "fp16"),
+        ({"torch_dtype": "bfloat16"}, ("--dtype=half",), "fp16"),
+        ({"torch_dtype": "float32"}, ("--dtype", "float", "--dtype", "bfloat16"), "bf16"),
+        ({"quantization_config": {}}, (), "bf16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("--dtype", "half"), "fp8"),
+    ],
+)
+def test_what_weights_are_served(config: dict[str, Any], extra: tuple[str, ...], weights: str) -> None:
+    assert memory.weights(config, extra) == weights
 
 
 def test_weights_of_fp8_take_half_but_for_what_vllm_keeps_in_16_bits() -> None:

@@ -50,6 +50,15 @@ def test_ratios_are_of_pairs_and_above_one_where_the_plugin_is_better() -> None:
     assert (tokens.off, tokens.on, tokens.ratio) == (100.0, 120.0, 1.2)
 
 
+def test_what_is_not_known_of_where_it_ran_is_not_stated() -> None:
+    bare = record((6.0, 5.0))
+    assert "NVIDIA H200, driver 580, vLLM 0.26.0" in tables.origin(bare)
+    assert "at abc (clean)." in tables.origin(bare)
+    bare.environment = {**ENVIRONMENT, "gpu": None, "driver": None, "commit": None, "clean": None}
+    assert tables.origin(bare).startswith("CPU, vLLM 0.26.0, ")
+    assert "at an unknown commit. Model" in tables.origin(bare)
+
+
 def test_a_table_names_the_models_folder_and_not_where_it_was() -> None:
     text = tables.markdown(record((6.0, 5.0)))
     assert "Model m (16 heads, 24 layers, bf16 weights, dummy, scaled to 1/sqrt(fan-in))" in text

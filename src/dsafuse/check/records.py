@@ -156,11 +156,16 @@ class Run:
         return next((r for r in self.rows if (r.op, r.heads, r.tokens, r.arm, r.l2, r.form) == wanted), None)
 
 
+def commit_and_state(commit: str | None, clean: bool | None) -> str:
+    """Which code it was, and how that is known: by a checkout, clean or not, or because somebody said so."""
+    state = {True: "clean", False: "with changes", None: "as stated"}[clean]
+    return f"{commit} ({state})" if commit else "an unknown commit"
+
+
 def origin(run: Run) -> str:
     """One sentence that says where a run's numbers come from."""
-    state = {True: "clean", False: "with changes", None: "as stated"}[run.clean]
     return (
         f"{run.gpu}, driver {run.driver}, torch {run.torch}, Triton {run.triton}, dsafuse {run.dsafuse} at "
-        f"{run.commit or 'an unknown commit'} ({state}), {run.date}; copy bandwidth {run.copy_gb_per_s:.0f} GB/s, "
+        f"{commit_and_state(run.commit, run.clean)}, {run.date}; copy bandwidth {run.copy_gb_per_s:.0f} GB/s, "
         f"an empty kernel {run.empty_kernel_us:.2f} us"
     )

@@ -60,9 +60,13 @@ def serve_bench(
     write_model: Annotated[
         str | None, typer.Option(help="Only write MODEL_DIR: a rank of deepseek-v3.2, for --load-format dummy.")
     ] = None,
-    weights: Annotated[str, typer.Option(help="Of the model to write: bf16, or fp8 in blocks, as published.")] = "bf16",
-    layers: Annotated[int, typer.Option(help="Of the model to write.")] = 40,
-    heads: Annotated[int, typer.Option(help="Attention heads of the model to write: 16 is a rank of 8.")] = 16,
+    weights: Annotated[
+        str | None, typer.Option(help="Of the model to write: bf16 (if left out), or fp8 in blocks, as published.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the model to write; 40 if left out.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Attention heads of the model to write: 16, a rank of 8, if left out.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit under test, if it is not the checkout's.")] = None,
     read: Annotated[
         list[Path] | None, typer.Option(help="Show this recorded measurement, or several; nothing is served.")
@@ -75,6 +79,9 @@ def serve_bench(
 ) -> None:
     """Serve a model with and without the plugin, and compare latencies and throughput over a grid of loads."""
     start = time.monotonic()
+    for name, given in (("--weights", weights), ("--layers", layers), ("--heads", heads)):
+        if given is not None and write_model is None:
+            output.refuse(f"{name}: needs --write-model; a folder's own config.json says what it has")
     if read:
         if model is not None:
             output.refuse(f"MODEL_DIR: got {model}, expected none with --read: nothing is served")
@@ -85,7 +92,8 @@ def serve_bench(
     if model is None:
         output.refuse("MODEL_DIR: got none, expected a folder with a config.json (or --read)")
     if write_model is not None:
-        _write_model(write_model, model, layers, heads, weights)
+        asked: dict[str, Any] = {"layers": layers, "heads": heads, "weights": weights}
+        _write_model(write_model, model, **{name: value for name, value in asked.items() if value is not None})
         return
     for name, value, high in (("--repeats", repeats, MAX_REPEATS), ("--prompts-per-slot", prompts_per_slot, 1000)):
         if not 1 <= value <= high:
@@ -112,14 +120,13 @@ def serve_bench(
     )
     from dsafuse.vllm import demo as bridge
 
-    # vLLM takes _ for -, too, and a value behind =.
-    options = [word.partition("=")[0].replace("_", "-") for word in plan.extra]
+    options = [name for name, _ in memory.options(plan.extra)]
+    for option in options:
+        if option == "--quantization" or option.startswith("-q"):
+            output.refuse(f"--extra: has {option}, expected none: config.json says how weights are quantised")
     if load_format == SCALED:
         if "--worker-extension-cls" in options:
             output.refuse(f"--extra: has --worker-extension-cls, which --load-format {SCALED} needs for itself")
-        for option in ("--quantization", "-q"):
-            if option in options:
-                output.refuse(f"--extra: has {option}, and --load-format {SCALED} fills what config.json says")
         if (reason := memory.why_not_scaled(_config(plan.model))) is not None:
             output.refuse(f"--load-format: {SCALED} has no values for these quantised weights: {reason}")
     stated = "--load-format" in options  # of two the last wins
@@ -184,7 +191,7 @@ def _show(
     return 1 if missed else 0
 
 
-def _write_model(name: str, folder: Path, layers: int, heads: int, weights: str) -> None:
+def _write_model(name: str, folder: Path, layers: int = 40, heads: int = 16, weights: str = "bf16") -> None:
     one_of("--write-model", name, ("deepseek-v3.2",))
     if reason := installed.why_not("tokenizers"):
         output.refuse(f"--write-model needs tokenizers, which comes with vLLM: {reason}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,26 @@ def read_config(model: Path) -> dict[str, Any]:
 
 WEIGHT_FORMATS = ("quantization_config", "compression_config")
 """Where config.json says how weights are quantised."""
-UNQUANTISED: Mapping[Any, str] = {"float32": "fp32", "float16": "fp16"}
+UNQUANTISED: Mapping[str, str] = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """How weights are quantised, as config.json says it; None if they are not."""
-    found = next((value for name in WEIGHT_FORMATS if (value := config.get(name)) is not None), None)
+    found = next((value for name in WEIGHT_FORMATS if (value := config.get(name))), None)
     return found if found is None or isinstance(found, Mapping) else {"quant_method": found}
 
 
-def weights(config: Mapping[str, Any]) -> str:
-    """What weights a model has, by its config.json: bf16, fp16, fp32, or its method of quantisation, as fp8."""
+def weights(config: Mapping[str, Any], extra: Sequence[str] = ()) -> str:
+    """What weights are served: bf16, fp16, fp32, or the method of quantisation, as fp8.
+
+    By config.json, and by a --dtype among the further arguments of `vllm serve`, of which the last wins.
+    """
     found = quantisation(config)
-    if found is None:
-        return UNQUANTISED.get(config.get("dtype") or config.get("torch_dtype"), "bf16")
-    return str(found.get("quant_method"))
+    if found is not None:
+        return str(found.get("quant_method"))
+    stated = dict(options(extra)).get("--dtype", "auto")
+    word = config.get("dtype") or config.get("torch_dtype") if stated == "auto" else stated
+    return UNQUANTISED.get(str(word).removeprefix("torch."), "bf16")
 
 
 def why_not_scaled(config: Mapping[str, Any]) -> str | None:
@@ -101,13 +107,14 @@ def lacking(model: Path, load_format: str) -> tuple[str, ...]:
 
 def ranks(extra: Sequence[str]) -> int:
     """How many GPUs share the weights, by the further arguments of `vllm serve`."""
-    found = 1
+    return math.prod(int(value) for name, value in options(extra) if name in SPLITS and value.isdecimal())
+
+
+def options(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Further arguments of `vllm serve` as (option, value), as vLLM reads them: = before a value, and _ for -."""
     for place, word in enumerate(extra):
         name, _, value = word.partition("=")
-        text = value or (extra[place + 1] if place + 1 < len(extra) else "")
-        if name in SPLITS and text.isdecimal():
-            found *= int(text)
-    return found
+        yield name.replace("_", "-"), value or (extra[place + 1] if place + 1 < len(extra) else "")
 
 
 def fits_twice(free_bytes: int, weights: int, caches: int) -> bool:

@@ -105,7 +105,7 @@ def facts(gpus: str | None) -> dict[str, Any]:
     """`dsafuse.serving.facts` of the GPUs that an arm will see. Raises Unusable if they can't be asked."""
     environment = dict(os.environ) if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     command = [sys.executable, "-m", "dsafuse.serving.facts"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise Unusable(f"could not ask what this machine is: {' '.join(command)}:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -140,7 +140,7 @@ def prepare(plan: Plan) -> Record:
         "model": str(plan.model),
         "heads": config["num_attention_heads"],
         "layers": config["num_hidden_layers"],
-        "weights": memory.weights(config),
+        "weights": memory.weights(config, plan.extra),
         "config_sha256": hashlib.sha256(text).hexdigest(),
         "kv_cache_dtype": plan.kv_cache_dtype,
         "load_format": plan.load_format,
@@ -194,7 +194,7 @@ def measure(
     except OutOfTime:
         record.ended = f"the time limit came first: {len(record.done() & set(wanted))} of {len(wanted)} turns"
     except (Ended, Unusable, Stopped) as error:
-        record.ended = str(error).splitlines()[0]
+        record.ended = str(error).splitlines()[0].partition("; the end of ")[0]
         raise
     finally:
         record.write(out / STATE)

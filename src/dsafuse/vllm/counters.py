@@ -12,6 +12,8 @@ CALLS: dict[str, dict[str, int]] = {
     "indexer": {"fused": 0, "fallback": 0},
     "prepare_qk": {"fused": 0, "fallback": 0},
     "dense_prefill": {"fused": 0, "fallback": 0},
+    "latents": {"fused": 0, "fallback": 0},
+    "queries": {"fused": 0, "fallback": 0},
 }
 
 

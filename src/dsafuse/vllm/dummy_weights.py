@@ -17,7 +17,7 @@ bits, and integer ones, which are packed, end start-up with a ValueError that na
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,12 +92,14 @@ def fill(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def _fill_blocks(name: str, weight: torch.Tensor, scales: torch.Tensor, module: Any) -> None:
-    block = getattr(module, "weight_block_size", None)
-    if block is None or weight.dtype != torch.float8_e4m3fn or weight.dim() < 2:
-        raise _no_values(name, weight, f"expected matrices of torch.float8_e4m3fn, got blocks of {block}")
-    blocks = (*weight.shape[:-2], *(-(-size // int(of)) for size, of in zip(weight.shape[-2:], block, strict=True)))
-    if scales.shape != blocks:
-        raise _no_values(name, weight, f"expected scales {list(blocks)}, got {list(scales.shape)}")
+    block: Any = getattr(module, "weight_block_size", None)
+    two = isinstance(block, Sequence) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if not two or weight.dtype != torch.float8_e4m3fn or weight.dim() < 2 or not weight.is_contiguous():
+        raise _no_values(name, weight, f"expected contiguous matrices of torch.float8_e4m3fn, got blocks of {block!r}")
+    blocks = (*weight.shape[:-2], *(-(-size // of) for size, of in zip(weight.shape[-2:], block, strict=True)))
+    if scales.is_meta or not scales.is_floating_point() or scales.shape != blocks:
+        got = f"{list(scales.shape)}, {scales.dtype} on {scales.device}"
+        raise _no_values(name, weight, f"expected floating-point scales {list(blocks)}, got {got}")
     fan_in = weight.shape[-1]
     bound, scale = block_bounds(fan_in, torch.finfo(weight.dtype).max)
     random = _random(weight)

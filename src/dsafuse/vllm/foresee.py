@@ -73,6 +73,7 @@ def ask(model: Path, kv_cache_dtype: str, tp: int, *, mtp: bool = False) -> dict
         env={**os.environ, **ENVIRONMENT, **_mode()},
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
     )
     if done.returncode:

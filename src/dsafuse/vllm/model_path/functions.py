@@ -16,9 +16,6 @@ from dsafuse import prepare_latents, prepare_queries
 from dsafuse.vllm import counters
 from dsafuse.vllm.gates import MLA_LAYOUTS
 
-for _op in ("latents", "queries"):
-    counters.CALLS.setdefault(_op, {"fused": 0, "fallback": 0})
-
 Kind = tuple[bool, torch.dtype, Any]
 """What a plan decides about: has_indexer, the activation dtype, and the cache's word or whether the query is packed."""
 
