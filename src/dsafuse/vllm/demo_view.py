@@ -115,7 +115,7 @@ def _work(result: DemoResult) -> Table:
     ):
         table.add_column(column, overflow="fold")
     for cell in result.cells:
-        calls = ", ".join(f"{op} {number['fused']}" for op, number in cell.fused.calls.items())
+        calls = ", ".join(f"{op} {number['fused']}" for op, number in cell.fused.calls.items() if number["fused"])
         table.add_row(
             cell.cell.model,
             cell.cell.kv_cache_dtype,
