@@ -1,10 +1,20 @@
-"""Shapes of the models that use DSA, as frozen records. Source: the models' published config.json."""
+"""What the published config.json of the models that use DSA say: their shapes, and where they say how weights are held."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dsafuse.numerics import RopeStyle
+
+WEIGHT_FORMATS = ("quantization_config", "compression_config")
+"""Where config.json says how weights are quantised."""
+
+
+def is_block(size: Any) -> bool:
+    """Whether a weight_block_size is one: two positive integers, of outputs and of fan-in."""
+    return isinstance(size, Sequence) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ TAIL_LINES = 20
 _ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception): \S.*|[\w.]*\w(?:Error|Exception)$)")
 # What processes say that were waiting for the one that failed; vLLM's.
 _POINTS_ELSEWHERE = re.compile(r"[Ss]ee .*root cause")
+LOG_FOLLOWS = "; the end of "
+"""Between what happened and, below, the end of a log."""
 LINE_CHARACTERS = 1000
 """Of a line that is shown, at most."""
 
@@ -107,7 +109,7 @@ def last_words(what: str, said: str, log: object = "its log") -> str:
     lines = [line[:LINE_CHARACTERS] for line in said.splitlines()]
     errors = [found[1] for line in lines if (found := _ERROR.search(line)) and not _POINTS_ELSEWHERE.search(line)]
     why = f" ({errors[-1]})" if errors else ""
-    return "\n".join([f"{what}{why}; the end of {log}:", *lines[-TAIL_LINES:]])
+    return "\n".join([f"{what}{why}{LOG_FOLLOWS}{log}:", *lines[-TAIL_LINES:]])
 
 
 def how_ended(code: int) -> str:

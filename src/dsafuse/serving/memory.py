@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsafuse.layouts import FLAT, FP8_DS_MLA, PLAIN
+from dsafuse.models import WEIGHT_FORMATS, is_block
 from dsafuse.serving.grid import Cell
 
 SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
@@ -41,8 +42,6 @@ def read_config(model: Path) -> dict[str, Any]:
     return config
 
 
-WEIGHT_FORMATS = ("quantization_config", "compression_config")
-"""Where config.json says how weights are quantised."""
 UNQUANTISED: Mapping[str, str] = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
 
 
@@ -61,7 +60,7 @@ def weights(config: Mapping[str, Any], extra: Sequence[str] = ()) -> str:
     if found is not None:
         return str(found.get("quant_method"))
     stated = dict(options(extra)).get("--dtype", "auto")
-    word = config.get("dtype") or config.get("torch_dtype") if stated == "auto" else stated
+    word = _dtype(config) if stated == "auto" else stated
     return UNQUANTISED.get(str(word).removeprefix("torch."), "bf16")
 
 
@@ -73,14 +72,17 @@ def why_not_scaled(config: Mapping[str, Any]) -> str | None:
     method, block = found.get("quant_method"), found.get("weight_block_size")
     if method != "fp8" or found.get("fmt", "e4m3") != "e4m3":
         return f"quant_method and fmt must be fp8 and e4m3, got {method} and {found.get('fmt')}"
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+    if not is_block(block):
         return f"weight_block_size must be two sizes, whose scales are filled beside the weights, got {block}"
     return None
 
 
+def _dtype(config: Mapping[str, Any]) -> Any:
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _activation(config: Mapping[str, Any]) -> torch.dtype:
-    word = config.get("dtype") or config.get("torch_dtype")
-    return torch.float32 if word == "float32" else torch.bfloat16
+    return torch.float32 if _dtype(config) == "float32" else torch.bfloat16
 
 
 def cache_bytes(config: Mapping[str, Any], kv_cache_dtype: str, cells: Sequence[Cell]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsafuse import stopping
 from dsafuse.check.environment import of_commit
 from dsafuse.serving import client as clients
 from dsafuse.serving import memory
@@ -194,7 +195,7 @@ def measure(
     except OutOfTime:
         record.ended = f"the time limit came first: {len(record.done() & set(wanted))} of {len(wanted)} turns"
     except (Ended, Unusable, Stopped) as error:
-        record.ended = str(error).splitlines()[0].partition("; the end of ")[0]
+        record.ended = str(error).splitlines()[0].partition(stopping.LOG_FOLLOWS)[0]
         raise
     finally:
         record.write(out / STATE)

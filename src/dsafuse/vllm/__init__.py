@@ -38,6 +38,10 @@ def platform_plugin() -> str | None:
     return _PLATFORM if builtin == "vllm.platforms.cpu.CpuPlatform" else None
 
 
+STRICT_STOPS = "DSAFUSE_MODE=strict, and not installed: "
+"""How the error begins that keeps a DSA model from starting; the reasons follow."""
+
+
 def register() -> None:
     """vLLM's general entry point, called in every process, perhaps more than once.
 

@@ -17,13 +17,14 @@ bits, and integer ones, which are packed, end start-up with a ValueError that na
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from dsafuse.models import is_block
 from dsafuse.vllm import WorkerExtension, logger
 
 SEED = 1234
@@ -93,8 +94,7 @@ def fill(model: torch.nn.Module) -> tuple[int, int]:
 
 def _fill_blocks(name: str, weight: torch.Tensor, scales: torch.Tensor, module: Any) -> None:
     block: Any = getattr(module, "weight_block_size", None)
-    two = isinstance(block, Sequence) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if not two or weight.dtype != torch.float8_e4m3fn or weight.dim() < 2 or not weight.is_contiguous():
+    if not is_block(block) or weight.dtype != torch.float8_e4m3fn or weight.dim() < 2 or not weight.is_contiguous():
         raise _no_values(name, weight, f"expected contiguous matrices of torch.float8_e4m3fn, got blocks of {block!r}")
     blocks = (*weight.shape[:-2], *(-(-size // of) for size, of in zip(weight.shape[-2:], block, strict=True)))
     if scales.is_meta or not scales.is_floating_point() or scales.shape != blocks:

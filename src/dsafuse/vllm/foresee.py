@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsafuse import stopping, switches
+from dsafuse.models import WEIGHT_FORMATS
 from dsafuse.vllm import ARCHITECTURES, DENSE_ARCHITECTURES, logger, routed
 
 ENVIRONMENT = {
@@ -31,9 +32,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-
-WEIGHT_FORMATS = ("quantization_config", "compression_config")
-"""Where config.json says what weights hold. No plan looks at it, and a CPU lacks vLLM's kernels for some."""
 
 COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "index_n_heads")
 """What config.json must not have less than one of, if it has it. vLLM builds a model of nothing without a word."""
@@ -125,6 +123,7 @@ def foresee(model: str, kv_cache_dtype: str, changes: dict[str, Any], mtp: bool)
     if unloaded is not None:
         said.reasons.append(unloaded)
     given = read_config(Path(model) / "config.json")
+    # No plan looks at how weights are held, and a CPU lacks vLLM's kernels for some formats.
     left_out = [name for name in WEIGHT_FORMATS if name in given] if current_platform.is_cpu() else []
     try:
         config = _build(model, kv_cache_dtype, changes | dict.fromkeys(left_out), mtp)

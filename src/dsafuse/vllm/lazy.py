@@ -7,7 +7,7 @@ serves no DSA model never imports it. The classes are vLLM's own.
 import importlib
 from typing import Any
 
-from dsafuse.vllm import ARCHITECTURES, DENSE_ARCHITECTURES, chosen, host, logger
+from dsafuse.vllm import ARCHITECTURES, DENSE_ARCHITECTURES, STRICT_STOPS, chosen, host, logger
 
 
 def _wrapper_path() -> list[str]:
@@ -28,15 +28,12 @@ def _model_path() -> list[str]:
 _PATHS = {"wrapper": _wrapper_path, "model": _model_path}
 
 
-_STRICT = "DSAFUSE_MODE=strict, and not installed: "
-
-
 def _install() -> list[str]:
     """Install what applies here. Returns what is not installed and why, one sentence each."""
     problems: list[str] = []
     mode, wrong = chosen()
     if wrong is not None:  # `register` sends nobody here then, but under strict
-        raise RuntimeError(f"{_STRICT}{wrong}")
+        raise RuntimeError(f"{STRICT_STOPS}{wrong}")
     row = host.row()
     if isinstance(row, str):
         problems.append(row)
@@ -52,7 +49,7 @@ def _install() -> list[str]:
             return problems  # as chosen: vLLM's own model code, and nothing to report
         problems += [f"fused preparation: {text}" for text in _PATHS[row.path]()]
     if problems and mode == "strict":
-        raise RuntimeError(_STRICT + "; ".join(problems))
+        raise RuntimeError(STRICT_STOPS + "; ".join(problems))
     return problems
 
 

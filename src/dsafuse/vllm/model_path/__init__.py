@@ -40,18 +40,18 @@ def __getattr__(name: str) -> Any:
     Raises RuntimeError with the reasons if DSAFUSE_MODE=strict and they can't be, or if another switch has a wrong
     value beside it; in other modes that is an error in the log, and the functions are vLLM's own.
     """
-    from dsafuse.vllm import ARCHITECTURES, chosen, logger, say_wrong
+    from dsafuse.vllm import ARCHITECTURES, STRICT_STOPS, chosen, logger, say_wrong
 
     if name not in ARCHITECTURES:
         raise AttributeError(name)
     mode, wrong = chosen()
     problems = [wrong] if wrong else [] if mode == "off" else install()
     if problems and mode == "strict":
-        raise RuntimeError("DSAFUSE_MODE=strict, and not installed: " + "; ".join(problems))
-    for problem in problems:
-        if problem == wrong:
-            say_wrong(mode, problem)
-        else:
+        raise RuntimeError(STRICT_STOPS + "; ".join(problems))
+    if wrong:
+        say_wrong(mode, wrong)
+    else:
+        for problem in problems:
             logger.warning("dsafuse: not installed: %s.", problem)
     # One class serves both architectures.
     return importlib.import_module("vllm.models.deepseek_v32").DeepseekV32ForCausalLM
