@@ -1,4 +1,4 @@
-"""What the published config.json of the models that use DSA say: their shapes, and where they say how weights are held."""
+"""What published config.json files of models that use DSA say: their shapes, and how weights are held."""
 
 from __future__ import annotations
 
